@@ -1,0 +1,40 @@
+"""PageForge: a paged KV cache for Hugging Face transformers."""
+
+from pageforge._version import __version__
+from pageforge.errors import (
+    CropError,
+    GeometryError,
+    ModelNotFound,
+    OutOfPages,
+    PageError,
+    PageForgeError,
+    ShapeError,
+    UnsupportedModel,
+    UseAfterFree,
+)
+from pageforge.geometry import KVGeometry, LayerShape
+from pageforge.hf.cache import PagedKVCache
+from pageforge.memory import PageAllocator, PageTable, PrefixIndex, SequenceAllocator
+from pageforge.pool import PagePool, PoolStats
+
+__all__ = [
+    "CropError",
+    "GeometryError",
+    "KVGeometry",
+    "LayerShape",
+    "ModelNotFound",
+    "OutOfPages",
+    "PageAllocator",
+    "PageError",
+    "PageForgeError",
+    "PagePool",
+    "PageTable",
+    "PagedKVCache",
+    "PoolStats",
+    "PrefixIndex",
+    "SequenceAllocator",
+    "ShapeError",
+    "UnsupportedModel",
+    "UseAfterFree",
+    "__version__",
+]

@@ -1,0 +1,1 @@
+"""What transformers sees of PageForge."""

@@ -1,0 +1,288 @@
+"""PagedKVCache: transformers' cache interface over pages."""
+
+from __future__ import annotations
+
+import copy
+import weakref
+from collections.abc import Iterator
+from os import PathLike
+from typing import Any
+
+import torch
+import transformers
+from packaging.version import Version
+from torch import Tensor
+from transformers import DynamicCache, PreTrainedConfig
+from transformers.cache_utils import EncoderDecoderCache
+
+from pageforge.errors import (
+    GeometryError,
+    ShapeError,
+    UnsupportedModel,
+    UseAfterFree,
+    expected,
+)
+from pageforge.geometry import PAGE_SIZES
+from pageforge.hf.cache_state import CacheState
+from pageforge.hf.paged_layer import PagedLayer
+from pageforge.hf.pages_file import load_pages, save_pages
+from pageforge.pool import PagePool
+from pageforge.probe import layer_windows
+
+CROP_TO_LENGTH = Version(transformers.__version__) < Version("5.18")
+"""Up to 5.17 `crop(n)` with n > 0 means "keep n tokens"; later versions refuse it."""
+
+
+DEFAULT_PAGE_SIZE = 16
+"""Tokens a page, where nothing else is asked for."""
+
+
+class PagedKVCache(DynamicCache):
+    """A cache that holds only the pages its tokens fill. Pass it as `past_key_values`.
+
+    Each attention layer's K/V lie in pages of a `PagePool`; layers without a growing K/V cache
+    (linear attention, Mamba) keep transformers' own. Pages go back by `free()`, by `reset()`, at
+    the end of a `with` block, or when the cache is garbage-collected.
+    """
+
+    def __init__(
+        self,
+        pool: PagePool | PreTrainedConfig,
+        *,
+        page_size: int | None = None,
+        max_pages: int | None = None,
+        max_memory: int | float | str | None = None,
+        attention_mask: Tensor | None = None,
+    ):
+        """Pages come from `pool`, or from a pool that the cache makes at the first update.
+
+        `pool`: a PagePool, or a model's config; only then `page_size` (16), `max_pages` and
+        `max_memory` count, with the meaning that they have for PagePool.
+
+        `attention_mask [B, T]`: the prompt's mask. Whole pages of left padding then cost nothing.
+        """
+        if isinstance(pool, PagePool) and (page_size, max_pages, max_memory) != (None, None, None):
+            raise GeometryError(
+                "page_size, max_pages, max_memory: expected none beside a pool, which has its own; "
+                "pass them to PagePool"
+            )
+        if not isinstance(pool, PagePool | PreTrainedConfig):
+            raise ShapeError(
+                expected(
+                    "pool", "a PagePool or a model's config", type(pool).__name__, "see README"
+                )
+            )
+        page_size = DEFAULT_PAGE_SIZE if page_size is None else page_size
+        if page_size not in PAGE_SIZES:
+            raise GeometryError(expected("page_size", f"one of {PAGE_SIZES}", page_size, "try 16"))
+        self._state = CacheState(pool, page_size, max_pages, max_memory, attention_mask)
+        super().__init__(config=self._state.config)
+        windows = (
+            _pool_windows(pool) if self._state.config is None else layer_windows(self._state.config)
+        )
+        if self._state.config is None:
+            self.layers = [None] * len(windows)
+            self.layer_class_to_replicate = None
+        for index, window in windows.items():
+            self.layers[index] = PagedLayer(self._state, index, window)
+        self._finalizer = weakref.finalize(self, CacheState.abandon, self._state)
+
+    # --- beyond transformers' interface -----------------------------------------------------
+
+    @property
+    def pool(self) -> PagePool:
+        """The pool that the pages lie in. Raises UseAfterFree before a cache has made its own."""
+        if self._state.pool is None:
+            raise UseAfterFree(
+                "cache.pool: expected a first update before; a cache given a config makes its pool "
+                "then: run the model, or pass a PagePool"
+            )
+        return self._state.pool
+
+    def free(self) -> None:
+        """Give every page back. The cache cannot be used any more; freeing twice does nothing."""
+        self._state.free()
+
+    def fork(self, n: int = 1) -> list[PagedKVCache]:
+        """`n` caches that share every page with this one; who writes to a shared page copies it."""
+        if n < 1:
+            raise ShapeError(expected("n", "at least 1", n, "fork once or more"))
+        return [self.__deepcopy__({}) for _ in range(n)]
+
+    def to_dynamic(self) -> DynamicCache:
+        """A DynamicCache with the same contents (a copy)."""
+        self._state.check_live()
+        dense = DynamicCache(config=self._state.config)
+        for index, layer in enumerate(self.layers):
+            if not isinstance(layer, PagedLayer):
+                dense.layers[index] = copy.deepcopy(layer)
+            elif layer.get_seq_length():
+                _fill_dynamic_layer(dense, index, layer)
+        return dense
+
+    @classmethod
+    def from_dynamic(cls, dense: DynamicCache, pool: PagePool) -> PagedKVCache:
+        """A paged cache with the contents of a DynamicCache (a copy).
+
+        Raises ShapeError where the pool does not fit, or where a sliding layer has lost its first
+        tokens already.
+        """
+        cache = cls(pool)
+        try:
+            cache._take_dense(dense)
+        except Exception:
+            cache.free()
+            raise
+        return cache
+
+    def save(self, path: str | PathLike[str]) -> None:
+        """Write the pages and the page tables to a safetensors file."""
+        self._state.check_live()
+        paged = [layer for layer in self.layers if isinstance(layer, PagedLayer)]
+        if len(paged) != len(self.layers):
+            raise UnsupportedModel(
+                "save: expected paged layers only, got layers with another state (linear "
+                "attention); keep the cache in memory, or fork it"
+            )
+        save_pages(
+            path, self._state.batch, {layer.index: layer.get_seq_length() for layer in paged}
+        )
+
+    @classmethod
+    def load(cls, path: str | PathLike[str], pool: PagePool) -> PagedKVCache:
+        """The cache that `save` wrote, in pages of `pool`, which must have the same geometry."""
+        cache = cls(pool)
+        cache._state.batch, cache._state.lengths = load_pages(path, pool)
+        return cache
+
+    def __enter__(self) -> PagedKVCache:
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self.free()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> PagedKVCache:
+        """A fork: transformers' recipe for reusing a prompt's cache then costs no memory."""
+        self._state.check_live()
+        child = PagedKVCache.__new__(PagedKVCache)
+        child.__dict__.update(
+            {
+                name: value
+                for name, value in vars(self).items()
+                if name not in ("layers", "_finalizer")
+            }
+        )
+        child._state = self._state.fork()
+        child.layers = [
+            PagedLayer(child._state, layer.index, layer.window)
+            if isinstance(layer, PagedLayer)
+            else copy.deepcopy(layer)
+            for layer in self.layers
+        ]
+        child._finalizer = weakref.finalize(child, CacheState.abandon, child._state)
+        return child
+
+    def __copy__(self) -> PagedKVCache:
+        """A shallow copy would free its pages under the original: it is a fork as well."""
+        return self.__deepcopy__({})
+
+    def __reduce__(self) -> Any:
+        raise TypeError("a PagedKVCache cannot be pickled; write its pages with cache.save(path)")
+
+    # --- transformers' interface, on all rows at once ---------------------------------------
+
+    def __iter__(self) -> Iterator[tuple[Tensor | None, Tensor | None, Tensor | None]]:
+        for layer in self.layers:
+            window = getattr(layer, "_sliding_window_tensor", None)
+            yield layer.keys, layer.values, window
+
+    def reset(self) -> None:
+        """Release all pages and start anew; the next update may bring another batch size."""
+        self._state.reset()
+        for layer in self._other_layers():
+            layer.reset()
+
+    def crop(self, tokens_to_remove: int | Tensor) -> None:
+        """Remove the last `-tokens_to_remove` tokens of each row; their pages are released.
+
+        Raises CropError where a sliding layer's window reaches tokens that are gone.
+        """
+        count = int(tokens_to_remove)
+        if count > 0:
+            if not CROP_TO_LENGTH:
+                raise ValueError(
+                    expected("tokens_to_remove", "0 or less", count, "pass -n to remove n tokens")
+                )
+            count = min(0, count - self.get_seq_length())
+        self._state.crop(-count)
+        for layer in self._other_layers():
+            layer.crop(count)
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        """Row `i` becomes what row `beam_idx[i]` was, as beam search asks for every step."""
+        self._state.select(beam_idx)
+        for layer in self._other_layers():
+            layer.reorder_cache(beam_idx)
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        """Each row `repeats` times; the copies share its pages."""
+        rows = torch.arange(self._state.batch_size).repeat_interleave(repeats)
+        self._state.select(rows)
+        for layer in self._other_layers():
+            layer.batch_repeat_interleave(repeats)
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        """Keep only the rows `indices`."""
+        self._state.select(torch.arange(self._state.batch_size)[indices.cpu()])
+        for layer in self._other_layers():
+            layer.batch_select_indices(indices)
+
+    # --- inside -----------------------------------------------------------------------------
+
+    def _other_layers(self) -> list[Any]:
+        """Layers that transformers' own classes serve."""
+        return [layer for layer in self.layers if not isinstance(layer, PagedLayer)]
+
+    def _take_dense(self, dense: DynamicCache) -> None:
+        if isinstance(dense, EncoderDecoderCache) or len(dense.layers) != len(self.layers):
+            raise ShapeError(
+                expected(
+                    "dense",
+                    f"a cache of {len(self.layers)} layers",
+                    f"{dense!r}",
+                    "match the model",
+                )
+            )
+        for index, layer in enumerate(self.layers):
+            source = dense.layers[index]
+            if not isinstance(layer, PagedLayer):
+                self.layers[index] = copy.deepcopy(source)
+            elif source.get_seq_length():
+                if source.keys.shape[-2] != source.get_seq_length():
+                    raise ShapeError(
+                        f"from_dynamic: layer {index} slid past its window of {layer.window} and "
+                        f"holds {source.keys.shape[-2]} of {source.get_seq_length()} tokens; "
+                        f"convert earlier"
+                    )
+                layer.update(source.keys, source.values)
+
+
+def _pool_windows(pool: PagePool) -> dict[int, int | None]:
+    """The layers of a pool made from a bare geometry, which must be those of a whole model."""
+    windows = {
+        layer: group.shape.window for group in pool.geometry.groups for layer in group.layers
+    }
+    if sorted(windows) != list(range(len(windows))):
+        raise GeometryError(
+            expected(
+                "layers", "0, 1, 2, ... without gaps", sorted(windows), "use PagePool.for_model"
+            )
+        )
+    return windows
+
+
+def _fill_dynamic_layer(dense: DynamicCache, index: int, layer: PagedLayer) -> None:
+    keys, values = layer.keys, layer.values
+    dense.update(keys, values, index)
+    if layer.is_sliding:
+        dense.layers[index].cumulative_length = layer.get_seq_length()

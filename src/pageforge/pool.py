@@ -1,0 +1,629 @@
+"""PagePool: pages of every layer group under one budget, with memory that follows their use."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import weakref
+from collections import deque
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from pageforge import ops
+from pageforge.errors import GeometryError, OutOfPages, PageError, UseAfterFree, expected
+from pageforge.geometry import (
+    KVGeometry,
+    LayerGroup,
+    bytes_per_page,
+    ceil_div,
+    total_bytes_per_page,
+)
+from pageforge.memory import PageAllocator, PageTable, PrefixIndex
+from pageforge.memory.page_table import PageCopy, pages_needed
+from pageforge.probe import geometry_of
+from pageforge.store import (
+    DeviceMemoryError,
+    Store,
+    free_bytes,
+    is_elastic,
+    open_store,
+    parse_memory,
+)
+from pageforge.store.base import GRANULE
+
+WATERMARK = 32 << 20
+"""Bytes of wholly free chunks that stay mapped, so that a pool in use does not thrash."""
+
+RESERVE_FRACTION = 0.1
+"""Of the free memory, what a pool without an explicit cap leaves to others (activations, say)."""
+
+PLAIN_FRACTION = 0.25
+"""Of the free memory, what a pool without an explicit cap takes where it is not elastic."""
+
+MAX_PAGE_ID = 2**31 - 2
+"""Page ids are int32 on the device."""
+
+ROLLBACK = 64
+"""Tokens that a sliding layer can be rolled back by: several drafts of assisted decoding."""
+
+
+@dataclass(frozen=True)
+class GroupStats:
+    """One layer group of a pool; counts are pages, sizes are bytes."""
+
+    layers: tuple[int, ...]
+    device: str
+    pages_total: int
+    pages_used: int
+    pages_cached: int
+    pages_free: int
+    bytes_per_page: int
+    bytes_in_use: int
+    bytes_mapped: int
+
+
+@dataclass(frozen=True)
+class PoolStats:
+    """A pool at one moment: sums over its layer groups, and the groups.
+
+    `bytes_in_use`: the used pages' own bytes. `bytes_mapped`: what the driver (CUDA) or the system
+    (CPU) has given, as it says itself. `bytes_total`: the budget that all groups share.
+    """
+
+    pages_total: int
+    pages_used: int
+    pages_cached: int
+    pages_free: int
+    bytes_total: int
+    bytes_in_use: int
+    bytes_mapped: int
+    groups: tuple[GroupStats, ...]
+
+
+class _Group:
+    """One layer group of a pool: its policy, its store, and the views that ops work on."""
+
+    def __init__(self, group: LayerGroup, num_pages: int):
+        self.layout = group
+        self.bytes_per_page = bytes_per_page(group)
+        self.device = torch.device(group.shape.device)
+        self.dtype: torch.dtype = getattr(torch, group.shape.dtype)
+        self.allocator = PageAllocator(num_pages, max(1, ceil_div(GRANULE, self.bytes_per_page)))
+        self.prefix = PrefixIndex(self.allocator, group.page_size)
+        self.store: Store = open_store((num_pages + 1) * self.bytes_per_page, self.device)
+        self.store.map(*self.chunk_bytes(0))
+        flat = self.store.tensor(self.dtype)
+        self.pages = flat.view(num_pages + 1, group.page_elements)  # [N, page elements]
+        if self.device.type != "cpu":
+            # Padding in page tables leads here; attention masks it, and so it must be finite.
+            self.pages[0].zero_()
+        self.layers = [self._layer_views(flat, index) for index in range(len(group.layers))]
+
+    def chunk_bytes(self, chunk: int) -> tuple[int, int]:
+        """The bytes of `chunk` in the store, as (start, stop)."""
+        pages = self.allocator.chunk_pages(chunk)
+        return pages.start * self.bytes_per_page, pages.stop * self.bytes_per_page
+
+    def bytes_mapped(self) -> int:
+        """What the system has given for this group."""
+        return self.store.bytes_mapped(self.chunk_bytes(self.allocator.num_opened - 1)[1])
+
+    def _layer_views(self, flat: Tensor, index: int) -> tuple[Tensor, Tensor]:
+        group, shape = self.layout, self.layout.shape
+        num_ids = self.pages.shape[0]
+
+        def view(offset: int, dim: int) -> Tensor:
+            size = (num_ids, shape.num_kv_heads, group.page_size, dim)
+            stride = (group.page_elements, group.page_size * dim, dim, 1)
+            return flat.as_strided(size, stride, index * group.layer_elements + offset)
+
+        return view(0, shape.key_dim), view(group.value_offset, shape.value_dim)
+
+
+class PagePool:
+    """Pages for the K/V of many sequences, of all of a model's layers.
+
+    Addresses are reserved once; memory comes in chunks as pages are first used and goes back to the
+    system when no page touches a chunk any more. Calls are safe from several threads.
+
+    `geometry`: what a page holds. `model_config`: the config of the model it was made for, if any.
+    `casts`: whether K/V of another dtype are cast to the pool's (only if that was asked for).
+    """
+
+    def __init__(
+        self,
+        geometry: KVGeometry,
+        *,
+        max_pages: int | None = None,
+        max_memory: int | float | str | None = None,
+    ):
+        """Reserves addresses; memory comes later.
+
+        `max_pages`: usable pages in each layer group. `max_memory`: bytes over all groups, as an
+        int, a fraction of what is free, "4GiB" or "50%". With neither: 90% of what is free now.
+
+        Raises GeometryError for sizes that make no pool, OutOfPages where the system refuses.
+        """
+        self.geometry = geometry
+        self.model_config: Any = None
+        self.casts = False
+        self._lock = threading.Lock()
+        self._abandoned: deque[PageTable | _ExportEnd] = deque()
+        self._exports = 0
+        # Closed chunks whose memory is not yet given back: (group, chunk) -> events to wait for.
+        self._retired: dict[tuple[int, int], list[torch.cuda.Event]] = {}
+        self._streams: dict[torch.device, torch.cuda.Stream] = {}
+        self._closed = False
+        self._budget, num_pages = _budget(geometry, max_pages, max_memory)
+        try:
+            self._groups = [
+                _Group(group, pages)
+                for group, pages in zip(geometry.groups, num_pages, strict=True)
+            ]
+        except DeviceMemoryError as error:
+            raise OutOfPages(
+                sum(num_pages),
+                0,
+                f"the system refuses to reserve that much ({error}); pass max_memory=",
+            ) from error
+
+        self._layers = {
+            layer: (index, *views)
+            for index, group in enumerate(self._groups)
+            for layer, views in zip(group.layout.layers, group.layers, strict=True)
+        }
+        # A pool that is dropped without close() must not keep the device's memory.
+        stores = [(group.store, group.device) for group in self._groups]
+        self._finalizer = weakref.finalize(self, _close_stores, stores)
+        self._finalizer.atexit = False
+
+    @classmethod
+    def for_model(
+        cls,
+        model: torch.nn.Module,
+        page_size: int = 16,
+        max_pages: int | None = None,
+        max_memory: int | float | str | None = None,
+        *,
+        dtype: torch.dtype | None = None,
+    ) -> PagePool:
+        """A pool that fits a transformers model, as `geometry_of` reads it off the model itself.
+
+        `dtype`: store K/V in this dtype; by default in the dtype in which the model makes them.
+        """
+        geometry = geometry_of(model, page_size)
+        if dtype is not None:
+            geometry = geometry.with_dtype(str(dtype).removeprefix("torch."))
+        pool = cls(geometry, max_pages=max_pages, max_memory=max_memory)
+        pool.model_config = model.config
+        pool.casts = dtype is not None
+        return pool
+
+    # --- what a sequence does ---------------------------------------------------------------
+
+    def new_table(self, start: int = 0) -> PageTable:
+        """An empty page table; its first `start` tokens (left padding) are never stored."""
+        return PageTable(
+            [group.allocator for group in self._groups],
+            self.geometry.page_size,
+            windows=[group.shape.window for group in self.geometry.groups],
+            rollback=ROLLBACK,
+            start=start,
+        )
+
+    def append(self, tables: Sequence[PageTable], num_tokens: int) -> list[PageCopy]:
+        """Room for `num_tokens` more tokens in each table: plan, reserve, commit, all or nothing.
+
+        Pages to be written that other sequences share are copied first; returns these copies.
+        Raises OutOfPages.
+        """
+        with self._exclusive():
+            self._reserve(pages_needed(tables, num_tokens))
+            copies = [copy for table in tables for copy in table.append(num_tokens)]
+            self._copy(copies)
+            return copies
+
+    def fork(self, table: PageTable) -> PageTable:
+        """A second table over the same pages."""
+        with self._exclusive():
+            return table.fork()
+
+    def crop(self, tables: Sequence[PageTable], length: int) -> None:
+        """Keep the first `length` tokens of each table: all of them, or none where one cannot."""
+        with self._exclusive():
+            for table in tables:
+                table.check_crop(length)
+            for table in tables:
+                table.crop(length)
+            self._shrink()
+
+    def slide(self, tables: Sequence[PageTable]) -> tuple[int, int]:
+        """Release pages that left a window (less the roll-back margin).
+
+        Returns the range of logical pages in which they were: `(low, high)`, empty if none.
+        """
+        with self._exclusive():
+            gone = [pages for table in tables if (pages := table.slide())]
+            if not gone:
+                return 0, 0
+            self._shrink()
+            return min(pages.start for pages in gone), max(pages.stop for pages in gone)
+
+    def restore(
+        self,
+        contents: Sequence[Tensor],
+        rows: Sequence[Sequence[Sequence[int]]],
+        starts: Sequence[int],
+        length: int,
+    ) -> list[PageTable]:
+        """Page tables over saved pages, one a row, all of `length` tokens.
+
+        `contents[group]`: `[n, page elements]`. `rows[row][group]`: indices into it, for the row's
+        last tokens; rows may share pages. Raises OutOfPages.
+        """
+        with self._exclusive():
+            self._reserve([len(data) for data in contents])
+            ids = [
+                group.allocator.allocate(len(data))
+                for group, data in zip(self._groups, contents, strict=True)
+            ]
+            for group, pages, data in zip(self._groups, ids, contents, strict=True):
+                index = torch.tensor(pages, dtype=torch.long, device=group.device)
+                group.pages.index_copy_(0, index, data.to(group.device, group.dtype))
+            tables = [self.new_table(start) for start in starts]
+            for table, row in zip(tables, rows, strict=True):
+                table.adopt([[ids[g][i] for i in row[g]] for g in range(len(ids))], length)
+            for group, pages in zip(self._groups, ids, strict=True):
+                group.allocator.release(pages[::-1])
+            return tables
+
+    def release(self, tables: Sequence[PageTable]) -> None:
+        """Give all pages of `tables` back. Releasing twice does nothing."""
+        with self._exclusive(even_closed=True):
+            for table in tables:
+                table.release()
+            self._shrink()
+
+    def abandon(self, tables: Sequence[PageTable | _ExportEnd]) -> None:
+        """`release` for finalizers: never blocks, as garbage collection may run inside a call."""
+        self._abandoned.extend(tables)
+        if self._lock.acquire(blocking=False):
+            try:
+                self._collect()
+            finally:
+                self._lock.release()
+
+    # --- what ops need ----------------------------------------------------------------------
+
+    def layer(self, layer: int) -> tuple[int, Tensor, Tensor]:
+        """(group, key_pages `[N, Hkv, P, Dk]`, value_pages `[N, Hkv, P, Dv]`) of a model's layer.
+
+        Touch only pages that a live page table holds: the rest may have no memory behind it.
+        """
+        try:
+            return self._layers[layer]
+        except KeyError:
+            raise GeometryError(
+                expected(
+                    "layer", f"one of {sorted(self._layers)}", layer, "the pool fits another model"
+                )
+            ) from None
+
+    def pages(self, group: int) -> Tensor:
+        """`[N, page elements]`: each row is one page, for all layers of `group`. See `layer`."""
+        return self._groups[group].pages
+
+    def use_stream(self, device: torch.device) -> None:
+        """Order this thread's CUDA stream after the stream that used the pool's pages before."""
+        if device.type != "cuda":
+            return
+        stream = torch.cuda.current_stream(device)
+        last = self._streams.get(stream.device)
+        if last is not None and last != stream:
+            stream.wait_stream(last)
+        self._streams[stream.device] = stream
+
+    # --- what people ask --------------------------------------------------------------------
+
+    def stats(self) -> PoolStats:
+        """Pages and bytes now."""
+        with self._exclusive():
+            groups = tuple(
+                GroupStats(
+                    layers=group.layout.layers,
+                    device=str(group.device),
+                    pages_total=group.allocator.num_pages,
+                    pages_used=group.allocator.num_used,
+                    pages_cached=group.allocator.num_cached,
+                    pages_free=group.allocator.num_free,
+                    bytes_per_page=group.bytes_per_page,
+                    bytes_in_use=group.allocator.num_used * group.bytes_per_page,
+                    bytes_mapped=group.bytes_mapped(),
+                )
+                for group in self._groups
+            )
+        return PoolStats(
+            pages_total=sum(group.pages_total for group in groups),
+            pages_used=sum(group.pages_used for group in groups),
+            pages_cached=sum(group.pages_cached for group in groups),
+            pages_free=sum(group.pages_free for group in groups),
+            bytes_total=self._budget,
+            bytes_in_use=sum(group.bytes_in_use for group in groups),
+            bytes_mapped=sum(group.bytes_mapped for group in groups),
+            groups=groups,
+        )
+
+    def trim(self) -> None:
+        """Give back the memory of every chunk that no page touches, the watermark's too."""
+        with self._exclusive():
+            self._shrink(keep=0)
+            self._unmap_retired(wait=True)
+
+    def drop_prefix_cache(self) -> None:
+        """Forget all cached pages: they fall free."""
+        with self._exclusive():
+            for group in self._groups:
+                group.prefix.drop()
+            self._shrink()
+
+    def export_pages(self, first: int, count: int = 1, *, group: int = 0) -> Tensor:
+        """Pages `first` to `first + count - 1` without a copy, for DLPack, NumPy, CuPy and torch.
+
+        `[count, L, 2, Hkv, P, D]` (K then V), or `[count, L, Hkv * P * (Dk + Dv)]` where K and V
+        dims differ. All must be used or cached; they are held until the last view of the result is
+        gone. Raises PageError.
+        """
+        with self._exclusive():
+            owner = self._groups[group]
+            pages = range(first, first + count)
+            if count < 1:
+                raise PageError(expected("count", "at least 1", count, "export one page or more"))
+            owner.allocator.share(pages)
+            self._exports += 1
+            hold = _Export()
+            end = weakref.finalize(hold, self.abandon, [_ExportEnd(self, group, pages)])
+            end.atexit = False
+            size = owner.bytes_per_page
+            data = owner.store.export(first * size, (first + count) * size, hold)
+            layout, shape = owner.layout, owner.layout.shape
+            split: tuple[int, ...] = (layout.layer_elements,)
+            if shape.key_dim == shape.value_dim:
+                split = (2, shape.num_kv_heads, layout.page_size, shape.key_dim)
+            return data.view(owner.dtype).view(count, len(layout.layers), *split)
+
+    def close(self) -> None:
+        """Give everything back. Caches on this pool cannot be used any more.
+
+        Exported pages stay readable: the memory goes when the last of them does.
+        """
+        with self._exclusive(even_closed=True):
+            if self._closed:
+                return
+            self._closed = True
+            if not self._exports:
+                self._finalizer()
+
+    def __enter__(self) -> PagePool:
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self.close()
+
+    def __reduce__(self) -> Any:
+        raise TypeError(
+            "a PagePool cannot be pickled or saved: most of its addresses have no memory behind "
+            "them; save a cache's pages with cache.save(path), or copy some with pool.export_pages(...)"
+        )
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> PagePool:
+        """A pool is shared by whatever is copied: a copied cache forks inside it."""
+        return self
+
+    def __repr__(self) -> str:
+        if self._closed:
+            return "PagePool(closed)"
+        stats = self.stats()
+        return (
+            f"PagePool(page_size={self.geometry.page_size}, pages={stats.pages_used} used + "
+            f"{stats.pages_cached} cached of {stats.pages_total}, "
+            f"mapped={stats.bytes_mapped:,} bytes)"
+        )
+
+    def check_invariants(self, tables: Sequence[PageTable] | None = None) -> None:
+        """Recount all pages, against the live `tables` if given. Raises AssertionError."""
+        with self._exclusive():
+            for index, group in enumerate(self._groups):
+                holders = None if tables is None else [table.pages(index) for table in tables]
+                group.allocator.check_invariants(holders)
+
+    # --- inside: all with the lock held -----------------------------------------------------
+
+    @contextlib.contextmanager
+    def _exclusive(self, *, even_closed: bool = False) -> Iterator[None]:
+        with self._lock:
+            self._collect()
+            if self._closed and not even_closed:
+                raise UseAfterFree("pool: it was closed; make a new PagePool")
+            self._unmap_retired(wait=False)
+            yield
+
+    def _collect(self) -> None:
+        """Release the pages of caches that were garbage-collected."""
+        while self._abandoned:
+            self._abandoned.popleft().release()
+            if not self._abandoned:
+                self._shrink()
+
+    def _reserve(self, needed: Sequence[int]) -> None:
+        """See to it that each group can hand out `needed` pages. Raises OutOfPages."""
+        used = sum(g.allocator.num_used * g.bytes_per_page for g in self._groups)
+        wanted = sum(n * g.bytes_per_page for n, g in zip(needed, self._groups, strict=True))
+        short = any(
+            n > g.allocator.num_available for n, g in zip(needed, self._groups, strict=True)
+        )
+        if short or used + wanted > self._budget:
+            room = self._budget - used
+            available = sum(
+                min(g.allocator.num_available, room // g.bytes_per_page) for g in self._groups
+            )
+            raise OutOfPages(sum(needed), available)
+        cached = sum(g.allocator.num_cached * g.bytes_per_page for g in self._groups)
+        if used + cached + wanted > self._budget:
+            self._evict(used + cached + wanted - self._budget)
+        for index, num_pages in enumerate(needed):
+            self._supply(index, num_pages)
+
+    def _evict(self, num_bytes: int) -> None:
+        """Evict cached pages worth `num_bytes`, from the groups that hold most of them."""
+        while num_bytes > 0:
+            group = max(self._groups, key=lambda g: g.allocator.num_cached * g.bytes_per_page)
+            group.allocator.evict(1)
+            num_bytes -= group.bytes_per_page
+
+    def _supply(self, index: int, num_pages: int) -> None:
+        """Make `num_pages` free pages with memory behind them in one group."""
+        group = self._groups[index]
+        supply = group.allocator.plan(num_pages)
+        if not supply.chunks and not supply.evictions:
+            return
+        try:
+            self._map(index, supply.chunks)
+        except DeviceMemoryError as error:
+            try:
+                # No memory left: whatever is cached gives way.
+                supply = group.allocator.plan(num_pages, may_open=False)
+            except OutOfPages as out:
+                raise OutOfPages(
+                    out.needed, out.available, f"the device has no memory left to map ({error})"
+                ) from error
+        group.allocator.prepare(supply)
+
+    def _map(self, index: int, chunks: Sequence[int]) -> None:
+        """Map `chunks`; on failure give back what is idle and try once more. All or nothing."""
+        group = self._groups[index]
+        mapped: list[int] = []
+        try:
+            for chunk in chunks:
+                if self._retired.pop((index, chunk), None) is None:
+                    try:
+                        group.store.map(*group.chunk_bytes(chunk))
+                    except DeviceMemoryError:
+                        self._release_idle_memory(group.device)
+                        group.store.map(*group.chunk_bytes(chunk))
+                mapped.append(chunk)
+        except DeviceMemoryError:
+            events = self._record_events(group.device)
+            self._retired.update({(index, chunk): events for chunk in mapped})
+            raise
+
+    def _release_idle_memory(self, device: torch.device) -> None:
+        self._shrink(keep=0)
+        self._unmap_retired(wait=True)
+        if device.type == "cuda":
+            torch.cuda.empty_cache()
+
+    def _copy(self, copies: Sequence[PageCopy]) -> None:
+        for index, group in enumerate(self._groups):
+            pairs = [(copy.source, copy.target) for copy in copies if copy.group == index]
+            if pairs:
+                self.use_stream(group.device)
+                source, target = torch.tensor(pairs, device=group.device).T
+                ops.copy_pages(group.pages, source, target)
+
+    def _shrink(self, keep: int = WATERMARK) -> None:
+        """Close wholly free chunks beyond `keep` bytes, the highest first to go."""
+        events: dict[torch.device, list[torch.cuda.Event]] = {}
+        for index, group in enumerate(self._groups):
+            if not group.store.elastic:
+                continue
+            for chunk in group.allocator.empty_chunks():
+                start, stop = group.chunk_bytes(chunk)
+                keep -= stop - start
+                if keep < 0:
+                    group.allocator.close_chunk(chunk)
+                    if group.device not in events:
+                        events[group.device] = self._record_events(group.device)
+                    self._retired[index, chunk] = events[group.device]
+        self._unmap_retired(wait=False)
+
+    def _record_events(self, device: torch.device) -> list[torch.cuda.Event]:
+        """Events after the last kernel that could touch pages on `device`."""
+        return [stream.record_event() for used, stream in self._streams.items() if used == device]
+
+    def _unmap_retired(self, *, wait: bool) -> None:
+        """Unmap closed chunks whose last readers are done; with `wait`, wait for these."""
+        ready: dict[int, list[tuple[int, int]]] = {}
+        for (index, chunk), events in list(self._retired.items()):
+            if wait:
+                for event in events:
+                    event.synchronize()
+            if all(event.query() for event in events):
+                del self._retired[index, chunk]
+                ready.setdefault(index, []).append(self._groups[index].chunk_bytes(chunk))
+        for index, spans in ready.items():
+            self._groups[index].store.unmap(spans)
+
+    def _end_export(self, group: int, pages: Sequence[int]) -> None:
+        self._exports -= 1
+        if not self._closed:
+            self._groups[group].allocator.release(pages)
+        elif not self._exports:
+            self._finalizer()
+
+
+def _close_stores(stores: Sequence[tuple[Store, torch.device]]) -> None:
+    for store, device in stores:
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        store.close()
+
+
+class _Export:
+    """Alive as long as any view of some exported pages is."""
+
+
+@dataclass(frozen=True)
+class _ExportEnd:
+    """What is left to do when the last view of some exported pages is gone."""
+
+    pool: PagePool
+    group: int
+    pages: Sequence[int]
+
+    def release(self) -> None:
+        self.pool._end_export(self.group, self.pages)
+
+
+def _budget(
+    geometry: KVGeometry, max_pages: int | None, max_memory: int | float | str | None
+) -> tuple[int, list[int]]:
+    """(bytes that used and cached pages may take together, usable page ids of each group)."""
+    groups = geometry.groups
+    if max_pages is not None and (not isinstance(max_pages, int) or max_pages < 1):
+        raise GeometryError(
+            expected("max_pages", "an int of at least 1", max_pages, "pass None for no limit")
+        )
+    if max_pages is not None and max_memory is None:
+        return max_pages * total_bytes_per_page(groups), [max_pages] * len(groups)
+    devices = {torch.device(group.shape.device) for group in groups}
+    free = {device: free_bytes(device) for device in devices}
+    budget = sum(free.values())
+    if max_memory is None:
+        fraction = 1 - RESERVE_FRACTION if all(map(is_elastic, devices)) else PLAIN_FRACTION
+        budget = int(budget * fraction)
+    else:
+        budget = parse_memory(max_memory, budget)
+    least = total_bytes_per_page(groups)
+    if budget < least:
+        raise GeometryError(
+            expected("max_memory", f"at least {least} bytes (a page a group)", budget, "raise it")
+        )
+    # Groups compete for the budget, so each has ids for all of it.
+    most = [min(budget // bytes_per_page(group), MAX_PAGE_ID) for group in groups]
+    if max_pages is not None:
+        most = [min(pages, max_pages) for pages in most]
+    return budget, most
