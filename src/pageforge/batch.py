@@ -43,9 +43,15 @@ class SequenceBatch:
         size = self.pool.geometry.page_size
         length = self.length
         copies = self.pool.append(self.tables, num_tokens)
-        # The last page is another one only after copy-on-write.
-        low = length // size if copies else pages_for(length, size)
+        # The last page is another one only after copy-on-write, or after a crop into the padding.
+        in_padding = any(length <= table.start for table in self.tables)
+        low = length // size if copies or in_padding else pages_for(length, size)
         self._update_mirrors(low, pages_for(self.length, size))
+
+    def check_crop(self, length: int) -> None:
+        """Raise CropError where `crop(length)` would; otherwise do nothing."""
+        for table in self.tables:
+            table.check_crop(length)
 
     def crop(self, length: int) -> None:
         """Keep the first `length` tokens of each row. Raises CropError."""

@@ -14,15 +14,22 @@ import torch
 from torch import Tensor
 
 from pageforge import ops
-from pageforge.errors import GeometryError, OutOfPages, PageError, UseAfterFree, expected
+from pageforge.errors import (
+    GeometryError,
+    OutOfPages,
+    PageError,
+    PageForgeError,
+    UseAfterFree,
+    expected,
+)
 from pageforge.geometry import (
     KVGeometry,
     LayerGroup,
     bytes_per_page,
-    ceil_div,
     total_bytes_per_page,
 )
 from pageforge.memory import PageAllocator, PageTable, PrefixIndex
+from pageforge.memory.allocator import Supply
 from pageforge.memory.page_table import PageCopy, pages_needed
 from pageforge.probe import geometry_of
 from pageforge.store import (
@@ -87,16 +94,22 @@ class PoolStats:
 class _Group:
     """One layer group of a pool: its policy, its store, and the views that ops work on."""
 
-    def __init__(self, group: LayerGroup, num_pages: int):
+    def __init__(self, group: LayerGroup, num_pages: int, store: Store):
         self.layout = group
         self.bytes_per_page = bytes_per_page(group)
-        self.device = torch.device(group.shape.device)
         self.dtype: torch.dtype = getattr(torch, group.shape.dtype)
-        self.allocator = PageAllocator(num_pages, max(1, ceil_div(GRANULE, self.bytes_per_page)))
+        # Chunks of no more than a granule: pages straddle granules, and a larger chunk would map up
+        # to two granules more than its pages need.
+        self.allocator = PageAllocator(num_pages, max(1, GRANULE // self.bytes_per_page))
         self.prefix = PrefixIndex(self.allocator, group.page_size)
-        self.store: Store = open_store((num_pages + 1) * self.bytes_per_page, self.device)
-        self.store.map(*self.chunk_bytes(0))
-        flat = self.store.tensor(self.dtype)
+        self.store = store
+        try:
+            store.map(*self.chunk_bytes(0))
+        except DeviceMemoryError:
+            _empty_torch_cache()
+            store.map(*self.chunk_bytes(0))
+        flat = store.tensor(self.dtype)
+        self.device = flat.device  # "cuda" has an index now
         self.pages = flat.view(num_pages + 1, group.page_elements)  # [N, page elements]
         if self.device.type != "cpu":
             # Padding in page tables leads here; attention masks it, and so it must be finite.
@@ -122,6 +135,11 @@ class _Group:
             return flat.as_strided(size, stride, index * group.layer_elements + offset)
 
         return view(0, shape.key_dim), view(group.value_offset, shape.value_dim)
+
+    def drop_views(self) -> None:
+        """Let go of the store's memory: nobody may touch it any more."""
+        self.pages = self.pages.new_empty(0)
+        self.layers = []
 
 
 class PagePool:
@@ -152,25 +170,19 @@ class PagePool:
         self.model_config: Any = None
         self.casts = False
         self._lock = threading.Lock()
+        self._owner = 0  # the thread that holds the lock
         self._abandoned: deque[PageTable | _ExportEnd] = deque()
         self._exports = 0
         # Closed chunks whose memory is not yet given back: (group, chunk) -> events to wait for.
         self._retired: dict[tuple[int, int], list[torch.cuda.Event]] = {}
-        self._streams: dict[torch.device, torch.cuda.Stream] = {}
+        # Streams that have touched pages (any of them may still be doing so), and whose turn it is.
+        self._streams: dict[torch.device, set[torch.cuda.Stream]] = {}
+        self._turns: dict[torch.device, tuple[torch.cuda.Stream, int]] = {}
+        self._num_calls = 0
         self._closed = False
-        self._budget, num_pages = _budget(geometry, max_pages, max_memory)
-        try:
-            self._groups = [
-                _Group(group, pages)
-                for group, pages in zip(geometry.groups, num_pages, strict=True)
-            ]
-        except DeviceMemoryError as error:
-            raise OutOfPages(
-                sum(num_pages),
-                0,
-                f"the system refuses to reserve that much ({error}); pass max_memory=",
-            ) from error
-
+        self._budget, self._groups = _open(geometry, max_pages, max_memory)
+        for group in self._groups:
+            self.use_stream(group.device)  # which may be zeroing page 0
         self._layers = {
             layer: (index, *views)
             for index, group in enumerate(self._groups)
@@ -271,18 +283,29 @@ class PagePool:
                 group.allocator.allocate(len(data))
                 for group, data in zip(self._groups, contents, strict=True)
             ]
-            for group, pages, data in zip(self._groups, ids, contents, strict=True):
-                index = torch.tensor(pages, dtype=torch.long, device=group.device)
-                group.pages.index_copy_(0, index, data.to(group.device, group.dtype))
             tables = [self.new_table(start) for start in starts]
-            for table, row in zip(tables, rows, strict=True):
-                table.adopt([[ids[g][i] for i in row[g]] for g in range(len(ids))], length)
-            for group, pages in zip(self._groups, ids, strict=True):
-                group.allocator.release(pages[::-1])
+            try:
+                for group, pages, data in zip(self._groups, ids, contents, strict=True):
+                    self.use_stream(group.device)
+                    index = torch.tensor(pages, dtype=torch.long, device=group.device)
+                    group.pages.index_copy_(0, index, data.to(group.device, group.dtype))
+                for table, row in zip(tables, rows, strict=True):
+                    table.adopt([[ids[g][i] for i in row[g]] for g in range(len(ids))], length)
+            except BaseException:
+                for table in tables:
+                    table.release()
+                raise
+            finally:
+                for group, pages in zip(self._groups, ids, strict=True):
+                    group.allocator.release(pages[::-1])
             return tables
 
     def release(self, tables: Sequence[PageTable]) -> None:
         """Give all pages of `tables` back. Releasing twice does nothing."""
+        if self._owner == threading.get_ident():
+            # From a __del__ that garbage collection ran inside a call: when that call is over.
+            self._abandoned.extend(tables)
+            return
         with self._exclusive(even_closed=True):
             for table in tables:
                 table.release()
@@ -291,10 +314,14 @@ class PagePool:
     def abandon(self, tables: Sequence[PageTable | _ExportEnd]) -> None:
         """`release` for finalizers: never blocks, as garbage collection may run inside a call."""
         self._abandoned.extend(tables)
-        if self._lock.acquire(blocking=False):
+        # Who holds the lock looks again after giving it back, so that nothing is left lying.
+        while self._abandoned and self._lock.acquire(blocking=False):
             try:
+                self._owner = threading.get_ident()
+                self._num_calls += 1
                 self._collect()
             finally:
+                self._owner = 0
                 self._lock.release()
 
     # --- what ops need ----------------------------------------------------------------------
@@ -304,6 +331,7 @@ class PagePool:
 
         Touch only pages that a live page table holds: the rest may have no memory behind it.
         """
+        self._check_open()
         try:
             return self._layers[layer]
         except KeyError:
@@ -315,17 +343,27 @@ class PagePool:
 
     def pages(self, group: int) -> Tensor:
         """`[N, page elements]`: each row is one page, for all layers of `group`. See `layer`."""
+        self._check_open()
         return self._groups[group].pages
 
     def use_stream(self, device: torch.device) -> None:
-        """Order this thread's CUDA stream after the stream that used the pool's pages before."""
+        """Order this thread's CUDA stream after what others have launched on the pool's pages.
+
+        Call it before touching pages; it costs something only when another stream had its turn, or
+        when pages may have changed hands.
+        """
         if device.type != "cuda":
             return
         stream = torch.cuda.current_stream(device)
-        last = self._streams.get(stream.device)
-        if last is not None and last != stream:
-            stream.wait_stream(last)
-        self._streams[stream.device] = stream
+        turn = (stream, self._num_calls)
+        if self._turns.get(stream.device) == turn:
+            return
+        known = self._streams.setdefault(stream.device, set())
+        known.add(stream)
+        for other in list(known):
+            if other != stream:
+                stream.wait_stream(other)
+        self._turns[stream.device] = turn
 
     # --- what people ask --------------------------------------------------------------------
 
@@ -384,6 +422,7 @@ class PagePool:
                 raise PageError(expected("count", "at least 1", count, "export one page or more"))
             owner.allocator.share(pages)
             self._exports += 1
+            self.use_stream(owner.device)  # DLPack orders the consumer after this thread's stream
             hold = _Export()
             end = weakref.finalize(hold, self.abandon, [_ExportEnd(self, group, pages)])
             end.atexit = False
@@ -404,6 +443,10 @@ class PagePool:
             if self._closed:
                 return
             self._closed = True
+            self._retired.clear()
+            self._layers.clear()
+            for group in self._groups:
+                group.drop_views()
             if not self._exports:
                 self._finalizer()
 
@@ -416,7 +459,8 @@ class PagePool:
     def __reduce__(self) -> Any:
         raise TypeError(
             "a PagePool cannot be pickled or saved: most of its addresses have no memory behind "
-            "them; save a cache's pages with cache.save(path), or copy some with pool.export_pages(...)"
+            "them; save a cache's pages with cache.save(path), or copy some with "
+            "pool.export_pages(...)"
         )
 
     def __deepcopy__(self, memo: dict[int, Any]) -> PagePool:
@@ -444,12 +488,28 @@ class PagePool:
 
     @contextlib.contextmanager
     def _exclusive(self, *, even_closed: bool = False) -> Iterator[None]:
+        me = threading.get_ident()
+        if self._owner == me:
+            raise PageForgeError(
+                "pool: called by a finalizer in the middle of another call; there, only free or "
+                "release what uses it"
+            )
         with self._lock:
-            self._collect()
-            if self._closed and not even_closed:
-                raise UseAfterFree("pool: it was closed; make a new PagePool")
-            self._unmap_retired(wait=False)
-            yield
+            self._owner = me
+            self._num_calls += 1
+            try:
+                self._collect()
+                if not even_closed:
+                    self._check_open()
+                self._unmap_retired(wait=False)
+                yield
+            finally:
+                self._owner = 0
+        self.abandon(())  # what finalizers have brought meanwhile
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise UseAfterFree("pool: it was closed; make a new PagePool")
 
     def _collect(self) -> None:
         """Release the pages of caches that were garbage-collected."""
@@ -459,72 +519,108 @@ class PagePool:
                 self._shrink()
 
     def _reserve(self, needed: Sequence[int]) -> None:
-        """See to it that each group can hand out `needed` pages. Raises OutOfPages."""
+        """See to it that each group can hand out `needed` pages. All or nothing: OutOfPages."""
+        if not any(needed):
+            return
         used = sum(g.allocator.num_used * g.bytes_per_page for g in self._groups)
         wanted = sum(n * g.bytes_per_page for n, g in zip(needed, self._groups, strict=True))
         short = any(
             n > g.allocator.num_available for n, g in zip(needed, self._groups, strict=True)
         )
         if short or used + wanted > self._budget:
-            room = self._budget - used
-            available = sum(
-                min(g.allocator.num_available, room // g.bytes_per_page) for g in self._groups
-            )
-            raise OutOfPages(sum(needed), available)
+            raise OutOfPages(sum(needed), self._available(needed, self._budget - used))
         cached = sum(g.allocator.num_cached * g.bytes_per_page for g in self._groups)
-        if used + cached + wanted > self._budget:
-            self._evict(used + cached + wanted - self._budget)
-        for index, num_pages in enumerate(needed):
-            self._supply(index, num_pages)
-
-    def _evict(self, num_bytes: int) -> None:
-        """Evict cached pages worth `num_bytes`, from the groups that hold most of them."""
-        while num_bytes > 0:
-            group = max(self._groups, key=lambda g: g.allocator.num_cached * g.bytes_per_page)
-            group.allocator.evict(1)
-            num_bytes -= group.bytes_per_page
-
-    def _supply(self, index: int, num_pages: int) -> None:
-        """Make `num_pages` free pages with memory behind them in one group."""
-        group = self._groups[index]
-        supply = group.allocator.plan(num_pages)
-        if not supply.chunks and not supply.evictions:
-            return
+        evictions = self._plan_evictions(used + cached + wanted - self._budget)
         try:
-            self._map(index, supply.chunks)
-        except DeviceMemoryError as error:
-            try:
-                # No memory left: whatever is cached gives way.
-                supply = group.allocator.plan(num_pages, may_open=False)
-            except OutOfPages as out:
-                raise OutOfPages(
-                    out.needed, out.available, f"the device has no memory left to map ({error})"
-                ) from error
-        group.allocator.prepare(supply)
-
-    def _map(self, index: int, chunks: Sequence[int]) -> None:
-        """Map `chunks`; on failure give back what is idle and try once more. All or nothing."""
-        group = self._groups[index]
-        mapped: list[int] = []
-        try:
-            for chunk in chunks:
-                if self._retired.pop((index, chunk), None) is None:
-                    try:
-                        group.store.map(*group.chunk_bytes(chunk))
-                    except DeviceMemoryError:
-                        self._release_idle_memory(group.device)
-                        group.store.map(*group.chunk_bytes(chunk))
-                mapped.append(chunk)
+            supplies = self._supply(needed, evictions)
         except DeviceMemoryError:
-            events = self._record_events(group.device)
-            self._retired.update({(index, chunk): events for chunk in mapped})
-            raise
+            self._release_idle_memory(needed)
+            supplies = self._supply(needed, evictions, last=True)
+        for group, supply in zip(self._groups, supplies, strict=True):
+            group.allocator.prepare(supply)
+        if any(evictions):
+            self._shrink(spare=needed)  # what one group gave up for another
 
-    def _release_idle_memory(self, device: torch.device) -> None:
-        self._shrink(keep=0)
+    def _available(self, needed: Sequence[int], room: int) -> int:
+        """How many of `needed` pages could be had with `room` bytes."""
+        available = 0
+        for num_pages, group in zip(needed, self._groups, strict=True):
+            count = min(num_pages, group.allocator.num_available, room // group.bytes_per_page)
+            room -= count * group.bytes_per_page
+            available += count
+        return available
+
+    def _plan_evictions(self, num_bytes: int) -> list[int]:
+        """Cached pages of each group worth `num_bytes`, from the groups that hold most of them."""
+        left = [g.allocator.num_cached * g.bytes_per_page for g in self._groups]
+        evictions = [0] * len(left)
+        while num_bytes > 0:
+            index = max(range(len(left)), key=left.__getitem__)
+            evictions[index] += 1
+            left[index] -= self._groups[index].bytes_per_page
+            num_bytes -= self._groups[index].bytes_per_page
+        return evictions
+
+    def _supply(
+        self, needed: Sequence[int], evictions: Sequence[int], *, last: bool = False
+    ) -> list[Supply]:
+        """Where each group's `needed` pages come from, with memory mapped, but nothing opened yet.
+
+        `evictions`: cached pages that go in any case. `last`: where there is no memory, the cached
+        pages give way. Raises DeviceMemoryError, or if `last` OutOfPages; then nothing is mapped.
+        """
+        supplies: list[Supply] = []
+        mapped: list[tuple[int, int]] = []
+        try:
+            for index, group in enumerate(self._groups):
+                # Pages evicted in any case are free ones of open chunks.
+                missing = max(0, needed[index] - evictions[index])
+                supply = group.allocator.plan(missing)
+                try:
+                    self._map(index, supply.chunks, mapped)
+                except DeviceMemoryError as error:
+                    if not last:
+                        raise
+                    supply = self._plan_within(index, missing, evictions[index], needed, error)
+                supplies.append(Supply(supply.chunks, supply.evictions + evictions[index]))
+        except BaseException:
+            for index, chunk in mapped:
+                self._retired[index, chunk] = self._record_events(self._groups[index].device)
+            raise
+        return supplies
+
+    def _plan_within(
+        self,
+        index: int,
+        missing: int,
+        evictions: int,
+        needed: Sequence[int],
+        error: DeviceMemoryError,
+    ) -> Supply:
+        """A plan for a group whose device has no memory left, from its open chunks alone."""
+        allocator = self._groups[index].allocator
+        room = _open_free(allocator) + allocator.num_cached - evictions
+        if missing > room:
+            raise OutOfPages(
+                sum(needed),
+                sum(needed) - (missing - room),
+                f"the device has no memory left to map ({error})",
+            ) from error
+        return allocator.plan(missing, may_open=False)
+
+    def _map(self, index: int, chunks: Sequence[int], mapped: list[tuple[int, int]]) -> None:
+        """Put memory behind `chunks`, and note them in `mapped`. Raises DeviceMemoryError."""
+        group = self._groups[index]
+        for chunk in chunks:
+            if self._retired.pop((index, chunk), None) is None:
+                group.store.map(*group.chunk_bytes(chunk))
+            mapped.append((index, chunk))
+
+    def _release_idle_memory(self, needed: Sequence[int]) -> None:
+        """Give back all memory but what holds pages or will hold `needed` free ones."""
+        self._shrink(keep=0, spare=needed)
         self._unmap_retired(wait=True)
-        if device.type == "cuda":
-            torch.cuda.empty_cache()
+        _empty_torch_cache()
 
     def _copy(self, copies: Sequence[PageCopy]) -> None:
         for index, group in enumerate(self._groups):
@@ -534,17 +630,29 @@ class PagePool:
                 source, target = torch.tensor(pairs, device=group.device).T
                 ops.copy_pages(group.pages, source, target)
 
-    def _shrink(self, keep: int = WATERMARK) -> None:
-        """Close wholly free chunks beyond `keep` bytes, the highest first to go."""
+    def _shrink(self, keep: int = WATERMARK, spare: Sequence[int] | None = None) -> None:
+        """Close wholly free chunks beyond `keep` bytes, the highest first to go.
+
+        `spare`: free pages of each group that shall keep their memory.
+        """
+        if self._closed:
+            return
         events: dict[torch.device, list[torch.cuda.Event]] = {}
         for index, group in enumerate(self._groups):
             if not group.store.elastic:
                 continue
-            for chunk in group.allocator.empty_chunks():
-                start, stop = group.chunk_bytes(chunk)
-                keep -= stop - start
-                if keep < 0:
-                    group.allocator.close_chunk(chunk)
+            allocator = group.allocator
+            empty = {chunk: len(allocator.chunk_pages(chunk)) for chunk in allocator.empty_chunks()}
+            wanted = 0
+            if spare is not None:
+                wanted = spare[index] - (_open_free(allocator) - sum(empty.values()))
+            keep -= group.chunk_bytes(0)[1]  # which is never given back
+            for chunk, num_pages in empty.items():
+                keep -= num_pages * group.bytes_per_page
+                if wanted > 0:
+                    wanted -= num_pages
+                elif keep < 0:
+                    allocator.close_chunk(chunk)
                     if group.device not in events:
                         events[group.device] = self._record_events(group.device)
                     self._retired[index, chunk] = events[group.device]
@@ -552,7 +660,7 @@ class PagePool:
 
     def _record_events(self, device: torch.device) -> list[torch.cuda.Event]:
         """Events after the last kernel that could touch pages on `device`."""
-        return [stream.record_event() for used, stream in self._streams.items() if used == device]
+        return [stream.record_event() for stream in list(self._streams.get(device, ()))]
 
     def _unmap_retired(self, *, wait: bool) -> None:
         """Unmap closed chunks whose last readers are done; with `wait`, wait for these."""
@@ -570,9 +678,21 @@ class PagePool:
     def _end_export(self, group: int, pages: Sequence[int]) -> None:
         self._exports -= 1
         if not self._closed:
-            self._groups[group].allocator.release(pages)
+            self._groups[group].allocator.release(pages[::-1])
         elif not self._exports:
             self._finalizer()
+
+
+def _open_free(allocator: PageAllocator) -> int:
+    """Free pages with memory behind them."""
+    opened = sum(len(allocator.chunk_pages(chunk)) for chunk in allocator.open_chunks())
+    return opened - 1 - allocator.num_used - allocator.num_cached  # 1: page 0
+
+
+def _empty_torch_cache() -> None:
+    """Have torch give the memory back that it keeps for later tensors."""
+    if torch.cuda.is_available() and torch.cuda.is_initialized():
+        torch.cuda.empty_cache()
 
 
 def _close_stores(stores: Sequence[tuple[Store, torch.device]]) -> None:
@@ -598,22 +718,54 @@ class _ExportEnd:
         self.pool._end_export(self.group, self.pages)
 
 
+def _open(
+    geometry: KVGeometry, max_pages: int | None, max_memory: int | float | str | None
+) -> tuple[int, list[_Group]]:
+    """(budget, layer groups with their stores open)."""
+    budget, num_pages = _budget(geometry, max_pages, max_memory)
+    least = total_bytes_per_page(geometry.groups)
+    while True:
+        try:
+            with contextlib.ExitStack() as undo:
+                groups = []
+                for group, pages in zip(geometry.groups, num_pages, strict=True):
+                    num_bytes = (pages + 1) * bytes_per_page(group)
+                    device = torch.device(group.shape.device)
+                    store = open_store(num_bytes, device)
+                    undo.callback(_close_stores, [(store, device)])
+                    groups.append(_Group(group, pages, store))
+                undo.pop_all()
+            return budget, groups
+        except DeviceMemoryError as error:
+            if max_pages is not None or max_memory is not None or budget // 2 < least:
+                raise OutOfPages(
+                    sum(num_pages),
+                    0,
+                    f"the system refuses to reserve that much ({error}); pass max_memory=",
+                ) from error
+        # The default cap is more than the system allows (strict overcommit, ulimit): a smaller one.
+        budget, num_pages = _budget(geometry, None, budget // 2)
+
+
 def _budget(
     geometry: KVGeometry, max_pages: int | None, max_memory: int | float | str | None
 ) -> tuple[int, list[int]]:
     """(bytes that used and cached pages may take together, usable page ids of each group)."""
     groups = geometry.groups
-    if max_pages is not None and (not isinstance(max_pages, int) or max_pages < 1):
+    if max_pages is not None and not (isinstance(max_pages, int) and 1 <= max_pages <= MAX_PAGE_ID):
         raise GeometryError(
-            expected("max_pages", "an int of at least 1", max_pages, "pass None for no limit")
+            expected(
+                "max_pages", f"an int from 1 to {MAX_PAGE_ID}", max_pages, "pass None for no limit"
+            )
         )
     if max_pages is not None and max_memory is None:
         return max_pages * total_bytes_per_page(groups), [max_pages] * len(groups)
     devices = {torch.device(group.shape.device) for group in groups}
     free = {device: free_bytes(device) for device in devices}
     budget = sum(free.values())
+    elastic = all(map(is_elastic, devices))
     if max_memory is None:
-        fraction = 1 - RESERVE_FRACTION if all(map(is_elastic, devices)) else PLAIN_FRACTION
+        fraction = 1 - RESERVE_FRACTION if elastic else PLAIN_FRACTION
         budget = int(budget * fraction)
     else:
         budget = parse_memory(max_memory, budget)
@@ -622,8 +774,12 @@ def _budget(
         raise GeometryError(
             expected("max_memory", f"at least {least} bytes (a page a group)", budget, "raise it")
         )
-    # Groups compete for the budget, so each has ids for all of it.
-    most = [min(budget // bytes_per_page(group), MAX_PAGE_ID) for group in groups]
+    # Groups compete for the budget, so each has ids for all of it; memory that is taken at once is
+    # shared out once and for all.
+    most = [
+        min(budget // (bytes_per_page(group) if elastic else least), MAX_PAGE_ID)
+        for group in groups
+    ]
     if max_pages is not None:
         most = [min(pages, max_pages) for pages in most]
     return budget, most

@@ -32,7 +32,8 @@ def geometry_of(model: torch.nn.Module, page_size: int) -> KVGeometry:
 
     Raises UnsupportedModel for a model that stores no K/V by layers, or that cannot be run.
     """
-    base = model.get_base_model() if hasattr(model, "get_base_model") else model
+    unwrap: Any = getattr(model, "get_base_model", None)  # PEFT
+    base = model if unwrap is None else unwrap()
     if not isinstance(base, PreTrainedModel):
         raise UnsupportedModel(
             f"model: expected a transformers PreTrainedModel, got {type(base).__name__}; pass "
@@ -130,6 +131,11 @@ def _run(
 ) -> tuple[Mapping[int, tuple[torch.Tensor, torch.Tensor]], Exception | None]:
     """Run two tokens. Some models look at values (MoE routing): then the layers until there."""
     recorder = _Recorder(twin.config)
+    for module in twin.modules():
+        if isinstance(module, PreTrainedModel):
+            # Tokens have no values here: no search for padding, no sorting by expert.
+            module.config.pad_token_id = None
+            module.config._experts_implementation = "batched_mm"
     tokens = torch.zeros(1, 2, dtype=torch.long, device="meta")
     arguments: dict[str, Any] = {"input_ids": tokens, "use_cache": True}
     if twin.config.is_encoder_decoder:
@@ -153,10 +159,13 @@ def _fill(
 ) -> dict[int, LayerShape]:
     """Shapes of the layers that the run did not reach: as those that it reached, if these agree.
 
-    A wrong guess does no harm: the cache compares shapes at every `update` and raises.
+    A wrong guess does no harm: the cache compares shapes at every `update` and raises. Where the
+    run did not fail, these layers store nothing (a config may count the encoder's).
     """
+    if failure is None and shapes:
+        return {}
     known = {(s.num_kv_heads, s.key_dim, s.value_dim, s.dtype) for s in shapes.values()}
-    if failure is None or len(known) != 1:
+    if len(known) != 1:
         missing = sorted(windows.keys() - shapes.keys())
         raise UnsupportedModel(
             f"{type(twin).__name__}: expected every attention layer to pass its K/V to the cache, "
@@ -189,8 +198,8 @@ def _twin_of_config(config: PreTrainedConfig, dtype: torch.dtype) -> PreTrainedM
         except ValueError as error:
             errors.append(str(error).splitlines()[0])
     raise UnsupportedModel(
-        f"{config.model_type}: expected a config that transformers can build a language model from, "
-        f"got {'; '.join(errors)}; use PagePool.for_model(model) instead"
+        f"{config.model_type}: expected a config that transformers can build a language model "
+        f"from, got {'; '.join(errors)}; use PagePool.for_model(model) instead"
     )
 
 

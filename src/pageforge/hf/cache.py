@@ -13,7 +13,11 @@ import transformers
 from packaging.version import Version
 from torch import Tensor
 from transformers import DynamicCache, PreTrainedConfig
-from transformers.cache_utils import EncoderDecoderCache
+from transformers.cache_utils import (
+    DynamicLayer,
+    DynamicSlidingWindowLayer,
+    EncoderDecoderCache,
+)
 
 from pageforge.errors import (
     GeometryError,
@@ -76,15 +80,13 @@ class PagedKVCache(DynamicCache):
         if page_size not in PAGE_SIZES:
             raise GeometryError(expected("page_size", f"one of {PAGE_SIZES}", page_size, "try 16"))
         self._state = CacheState(pool, page_size, max_pages, max_memory, attention_mask)
-        super().__init__(config=self._state.config)
-        windows = (
-            _pool_windows(pool) if self._state.config is None else layer_windows(self._state.config)
-        )
-        if self._state.config is None:
-            self.layers = [None] * len(windows)
-            self.layer_class_to_replicate = None
-        for index, window in windows.items():
-            self.layers[index] = PagedLayer(self._state, index, window)
+        config = self._state.config
+        super().__init__(config=config)
+        windows = _pool_windows(pool) if config is None else layer_windows(config)
+        paged = {index: PagedLayer(self._state, index, windows[index]) for index in windows}
+        layers = dict(enumerate(self.layers)) | paged
+        self.layers: list[Any] = [layers[index] for index in sorted(layers)]
+        self.layer_class_to_replicate = None  # all layers are here
         self._finalizer = weakref.finalize(self, CacheState.abandon, self._state)
 
     # --- beyond transformers' interface -----------------------------------------------------
@@ -113,6 +115,8 @@ class PagedKVCache(DynamicCache):
         """A DynamicCache with the same contents (a copy)."""
         self._state.check_live()
         dense = DynamicCache(config=self._state.config)
+        if self._state.config is None:
+            dense.layers = [_dynamic_layer(layer.window) for layer in self.layers]
         for index, layer in enumerate(self.layers):
             if not isinstance(layer, PagedLayer):
                 dense.layers[index] = copy.deepcopy(layer)
@@ -138,15 +142,12 @@ class PagedKVCache(DynamicCache):
     def save(self, path: str | PathLike[str]) -> None:
         """Write the pages and the page tables to a safetensors file."""
         self._state.check_live()
-        paged = [layer for layer in self.layers if isinstance(layer, PagedLayer)]
-        if len(paged) != len(self.layers):
+        if self._other_layers():
             raise UnsupportedModel(
                 "save: expected paged layers only, got layers with another state (linear "
                 "attention); keep the cache in memory, or fork it"
             )
-        save_pages(
-            path, self._state.batch, {layer.index: layer.get_seq_length() for layer in paged}
-        )
+        save_pages(path, self._state.batch, self._state.lengths)
 
     @classmethod
     def load(cls, path: str | PathLike[str], pool: PagePool) -> PagedKVCache:
@@ -191,6 +192,25 @@ class PagedKVCache(DynamicCache):
 
     # --- transformers' interface, on all rows at once ---------------------------------------
 
+    def update(
+        self,
+        key_states: Tensor,
+        value_states: Tensor,
+        layer_idx: int,
+        *args: Any,
+        **kwargs: Any,
+    ) -> tuple[Tensor, Tensor]:
+        if not 0 <= layer_idx < len(self.layers):
+            raise GeometryError(
+                expected(
+                    "layer_idx",
+                    f"from 0 to {len(self.layers) - 1}",
+                    layer_idx,
+                    "the cache was made for another model, see PagePool.for_model",
+                )
+            )
+        return super().update(key_states, value_states, layer_idx, *args, **kwargs)
+
     def __iter__(self) -> Iterator[tuple[Tensor | None, Tensor | None, Tensor | None]]:
         for layer in self.layers:
             window = getattr(layer, "_sliding_window_tensor", None)
@@ -214,34 +234,52 @@ class PagedKVCache(DynamicCache):
                     expected("tokens_to_remove", "0 or less", count, "pass -n to remove n tokens")
                 )
             count = min(0, count - self.get_seq_length())
-        self._state.crop(-count)
+        self._state.check_crop(-count)  # all layers are cropped, or none where one refuses
         for layer in self._other_layers():
+            if count and not layer.is_croppable:
+                raise UnsupportedModel(
+                    f"crop: expected layers that can be rolled back, got {type(layer).__name__} "
+                    f"with a recurrent state; keep a fork() of the cache instead"
+                )
             layer.crop(count)
+        self._state.crop(-count)
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         """Row `i` becomes what row `beam_idx[i]` was, as beam search asks for every step."""
-        self._state.select(beam_idx)
-        for layer in self._other_layers():
-            layer.reorder_cache(beam_idx)
+        self._select(beam_idx, "reorder_cache", beam_idx)
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         """Each row `repeats` times; the copies share its pages."""
         rows = torch.arange(self._state.batch_size).repeat_interleave(repeats)
-        self._state.select(rows)
-        for layer in self._other_layers():
-            layer.batch_repeat_interleave(repeats)
+        self._select(rows, "batch_repeat_interleave", repeats)
 
     def batch_select_indices(self, indices: Tensor) -> None:
         """Keep only the rows `indices`."""
-        self._state.select(torch.arange(self._state.batch_size)[indices.cpu()])
-        for layer in self._other_layers():
-            layer.batch_select_indices(indices)
+        rows = torch.arange(self._state.batch_size)
+        rows = rows[indices.cpu()] if len(rows) else rows  # an empty cache: nothing happens
+        self._select(rows, "batch_select_indices", indices)
 
     # --- inside -----------------------------------------------------------------------------
 
     def _other_layers(self) -> list[Any]:
         """Layers that transformers' own classes serve."""
         return [layer for layer in self.layers if not isinstance(layer, PagedLayer)]
+
+    def _select(self, rows: Tensor, method: str, argument: Any) -> None:
+        """Row `i` becomes row `rows[i]` in all layers, or in none where one refuses.
+
+        `method`, called with `argument`, does this for transformers' own layers.
+        """
+        others = self._other_layers()
+        for layer in others:
+            if not hasattr(layer, method):
+                raise UnsupportedModel(
+                    f"{method}: expected layers that have it, got {type(layer).__name__} of "
+                    f"transformers; use reorder_cache or fork() instead"
+                )
+        self._state.select(rows)
+        for layer in others:
+            getattr(layer, method)(argument)
 
     def _take_dense(self, dense: DynamicCache) -> None:
         if isinstance(dense, EncoderDecoderCache) or len(dense.layers) != len(self.layers):
@@ -279,6 +317,10 @@ def _pool_windows(pool: PagePool) -> dict[int, int | None]:
             )
         )
     return windows
+
+
+def _dynamic_layer(window: int | None) -> DynamicLayer:
+    return DynamicLayer() if window is None else DynamicSlidingWindowLayer(window)
 
 
 def _fill_dynamic_layer(dense: DynamicCache, index: int, layer: PagedLayer) -> None:

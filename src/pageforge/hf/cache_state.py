@@ -40,7 +40,7 @@ class CacheState:
             getattr(self.config, "is_encoder_decoder", False)
             or getattr(self.config, "add_cross_attention", False)
         )
-        self._updated: set[int] = set()  # layers updated since a length was last asked for
+        self._latest: int | None = None  # the layer updated last in this forward
 
     # --- reading and writing ----------------------------------------------------------------
 
@@ -59,12 +59,12 @@ class CacheState:
         self._check_fit(layer, key, value, key_pages, value_pages)
         start = self.lengths.get(layer, 0)
         stop = start + key.shape[2]
-        self._grow(stop)
+        self._grow(layer, stop)
         self.pool.use_stream(key.device)
         slots = self.batch.slot_mapping(group, start, stop)
         ops.write_kv(_tokens(key), _tokens(value), key_pages, value_pages, slots)
         self.lengths[layer] = stop
-        self._updated.add(layer)
+        self._latest = layer
         if start == 0:
             return key.contiguous(), value.contiguous()
         oldest = 0 if window is None else max(0, start - window + 1)
@@ -79,9 +79,12 @@ class CacheState:
         key, value = ops.gather_kv(key_pages, value_pages, page_table)
         return key[:, :, start - first : stop - first], value[:, :, start - first : stop - first]
 
+    def begin_forward(self) -> None:
+        """Masks are being made: what is updated next belongs to a new forward."""
+        self._latest = None
+
     def length_of(self, layer: int) -> int:
         """Tokens that `layer` has stored, left padding included."""
-        self._updated.clear()
         return self.lengths.get(layer, 0)
 
     # --- all rows at once -------------------------------------------------------------------
@@ -100,7 +103,7 @@ class CacheState:
             pool = PagePool(geometry, max_pages=max_pages, max_memory=max_memory)
             pool.model_config = self.config
             self.pool = pool
-        if self.batch is None:
+        if self.batch is None or (self.batch.length == 0 and len(self.batch) != rows):
             self.batch = SequenceBatch(self.pool, self._row_starts(rows))
         elif len(self.batch) != rows:
             raise ShapeError(
@@ -127,17 +130,24 @@ class CacheState:
             )
         self.batch.select([row % size for row in indices])
 
-    def crop(self, num_tokens: int) -> None:
-        """Remove the last `num_tokens` tokens of each row (all of them, if there are fewer)."""
+    def check_crop(self, num_tokens: int) -> int:
+        """The length after `crop(num_tokens)`. Raises CropError where that would raise."""
         self.check_live()
-        if self.batch is None:
-            return
         length = max(0, max(self.lengths.values(), default=0) - num_tokens)
         if any(stored < length for stored in self.lengths.values()):
             raise CropError(
                 f"crop to {length} tokens: expected every layer to hold them, but a forward was "
                 f"interrupted and layers hold {sorted(set(self.lengths.values()))}; crop further"
             )
+        if self.batch is not None:
+            self.batch.check_crop(length)
+        return length
+
+    def crop(self, num_tokens: int) -> None:
+        """Remove the last `num_tokens` tokens of each row (all of them, if there are fewer)."""
+        length = self.check_crop(num_tokens)
+        if self.batch is None:
+            return
         self.batch.crop(length)
         if self.has_windows:
             self.batch.slide()
@@ -147,6 +157,7 @@ class CacheState:
         """Release all pages; the state is as new, but for the mask, which was the last batch's."""
         self.check_live()
         self._starts = None
+        self.keeps_past = False
         self._release()
 
     def free(self) -> None:
@@ -167,7 +178,7 @@ class CacheState:
         child.__dict__.update(self.__dict__)
         child.batch = None if self.batch is None else self.batch.fork()
         child.lengths = dict(self.lengths)
-        child._updated = set()
+        child._latest = None
         return child
 
     @property
@@ -204,14 +215,16 @@ class CacheState:
             )
         return [start for start in self._starts for _ in range(rows // len(self._starts))]
 
-    def _grow(self, length: int) -> None:
-        """Claim pages if `length` is more than the rows have."""
+    def _grow(self, layer: int, length: int) -> None:
+        """Claim pages if `length`, of `layer` after its update, is more than the rows have."""
         assert self.batch is not None
-        if length <= self.batch.length:
+        if length == self.batch.length:
             return
         behind = {
             layer: stored for layer, stored in self.lengths.items() if stored < self.batch.length
         }
+        if length < self.batch.length:  # others went on, perhaps long since
+            behind[layer] = self.lengths.get(layer, 0)
         if behind:
             raise ShapeError(
                 f"cache: expected every layer to hold {self.batch.length} tokens before new ones, "
@@ -225,13 +238,14 @@ class CacheState:
     def _check_fit(
         self, layer: int, key: Tensor, value: Tensor, key_pages: Tensor, value_pages: Tensor
     ) -> None:
+        rows, _, tokens, _ = key.shape if key.dim() == 4 else (0, 0, 0, 0)
         for name, tensor, pages in (("key", key, key_pages), ("value", value, value_pages)):
             heads, dim = pages.shape[1], pages.shape[3]
-            if tensor.dim() != 4 or tensor.shape[1] != heads or tensor.shape[3] != dim:
+            if tensor.shape != (rows, heads, tokens, dim):
                 raise ShapeError(
                     expected(
                         f"layer {layer} {name}",
-                        f"[batch, {heads}, tokens, {dim}]",
+                        f"[{rows}, {heads}, {tokens}, {dim}]" if rows else "four dims",
                         list(tensor.shape),
                         "make the pool with PagePool.for_model(model)",
                     )
@@ -263,13 +277,13 @@ class CacheState:
     def _check_not_cross_attention(self, layer: int) -> None:
         """A plain cache given to an encoder-decoder would mix self- and cross-attention K/V.
 
-        Every forward asks for the length before its layers update; cross-attention, which comes
-        right after self-attention in a layer, does not.
+        It shows by a second update of a layer right after the first, in the same forward.
         """
-        if self._has_cross_attention and layer in self._updated:
+        if self._has_cross_attention and layer == self._latest:
             raise UnsupportedModel(
                 f"{self.config.model_type}: expected a cache for self-attention alone, got one "
-                f"used for cross-attention too; pass EncoderDecoderCache(PagedKVCache(...), DynamicCache())"
+                f"used for cross-attention too; pass "
+                f"EncoderDecoderCache(PagedKVCache(...), DynamicCache())"
             )
 
 

@@ -48,12 +48,12 @@ class PagedLayer(CacheLayerMixin):
     @property
     def keys(self) -> Tensor | None:
         """The stored K, dense (a copy): all tokens, or the last `window - 1`."""
-        return None if self._dense() is None else self._dense()[0]
+        return self._dense()[0]
 
     @property
     def values(self) -> Tensor | None:
         """The stored V, dense (a copy): all tokens, or the last `window - 1`."""
-        return None if self._dense() is None else self._dense()[1]
+        return self._dense()[1]
 
     def get_seq_length(self) -> int:
         """Tokens stored, those that left the window included."""
@@ -65,6 +65,7 @@ class PagedLayer(CacheLayerMixin):
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         """(number of K/V that the next update returns, position of the first)."""
+        self._state.begin_forward()
         length = self.get_seq_length()
         offset = 0 if self.window is None else max(0, length - self.window + 1)
         return length - offset + query_length, offset
@@ -96,9 +97,9 @@ class PagedLayer(CacheLayerMixin):
         """Rows are shared by all layers: call it on the cache."""
         raise NotImplementedError("reorder_cache: call it on the PagedKVCache, not on a layer")
 
-    def _dense(self) -> tuple[Tensor, Tensor] | None:
+    def _dense(self) -> tuple[Tensor, Tensor] | tuple[None, None]:
         length = self._state.lengths.get(self.index, 0)
         if not length:
-            return None
+            return None, None
         oldest = 0 if self.window is None else max(0, length - self.window + 1)
         return self._state.gather(self.index, oldest, length)

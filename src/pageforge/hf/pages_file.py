@@ -12,7 +12,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
 from pageforge.batch import SequenceBatch
-from pageforge.errors import GeometryError, expected
+from pageforge.errors import GeometryError, OutOfPages, UseAfterFree, expected
 from pageforge.geometry import KVGeometry
 from pageforge.pool import PagePool
 
@@ -51,7 +51,7 @@ def save_pages(
 def load_pages(path: str | PathLike[str], pool: PagePool) -> tuple[SequenceBatch, dict[int, int]]:
     """(batch, tokens of each layer) from a file of `save_pages`.
 
-    Raises GeometryError for a foreign file or another geometry, OutOfPages.
+    Raises GeometryError for a foreign or damaged file or another geometry, OutOfPages.
     """
     try:
         with safe_open(path, framework="pt") as file:
@@ -77,14 +77,22 @@ def load_pages(path: str | PathLike[str], pool: PagePool) -> tuple[SequenceBatch
                     )
                 )
             contents = [file.get_tensor(f"pages.{group}") for group in range(len(names))]
+        rows, starts, length, lengths = (
+            json.loads(metadata[name]) for name in ("rows", "starts", "length", "lengths")
+        )
+        batch = SequenceBatch(pool, starts)
+        batch.restore(contents, rows, length)
+        return batch, dict(lengths)
+    except (GeometryError, OutOfPages, UseAfterFree):
+        raise
+    except (LookupError, TypeError, ValueError) as error:
+        raise GeometryError(
+            expected(str(path), "page tables that fit its pages", f"{error!r}", "save it anew")
+        ) from error
     except SafetensorError as error:
         raise GeometryError(
             expected(str(path), "a safetensors file", f"another ({error})", "use cache.save")
         ) from error
-    starts = json.loads(metadata["starts"])
-    batch = SequenceBatch(pool, starts)
-    batch.restore(contents, json.loads(metadata["rows"]), json.loads(metadata["length"]))
-    return batch, dict(json.loads(metadata["lengths"]))
 
 
 def _described(geometry: KVGeometry) -> list[dict[str, object]]:

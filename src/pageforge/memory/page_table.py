@@ -129,11 +129,18 @@ class PageTable:
         """The page ids of logical pages `low` to `high - 1`; 0 where absent."""
         first = self._first[group]
         absent = max(0, min(first, high) - low)
-        return [0] * absent + self._pages[group][max(0, low - first) : max(0, high - first)]
+        present = self._pages[group][max(0, low - first) : max(0, high - first)]
+        return [0] * absent + present + [0] * (high - low - absent - len(present))
 
     def needed(self, num_tokens: int) -> list[int]:
         """Fresh pages that `append(num_tokens)` would claim, for each group."""
-        return pages_needed([self], num_tokens)
+        self._check_live()
+        needed = []
+        for group, allocator in enumerate(self._allocators):
+            grow = self._missing(group, self.length + num_tokens)
+            page = self._written_page(group) if num_tokens else 0
+            needed.append(grow + (_copies(allocator, page, 1) if page else 0))
+        return needed
 
     # --- changes ----------------------------------------------------------------------------
 
@@ -146,11 +153,14 @@ class PageTable:
         if num_tokens < 0:
             raise PageError(expected("num_tokens", "at least 0", num_tokens, "use crop to shorten"))
         needed = self.needed(num_tokens)
+        length = self.length + num_tokens
+        if not any(needed):  # most tokens
+            self.length = length
+            return []
         supplies = [a.plan(count) for a, count in zip(self._allocators, needed, strict=True)]
         for allocator, supply in zip(self._allocators, supplies, strict=True):
             allocator.prepare(supply)
         copies = []
-        length = self.length + num_tokens
         for group, allocator in enumerate(self._allocators):
             pages = self._pages[group]
             grow = self._missing(group, length)
@@ -181,10 +191,10 @@ class PageTable:
             )
         for window, ids in zip(self.windows, pages, strict=True):
             oldest = self.start if window is None else max(self.start, num_tokens - window + 1)
-            least = total - oldest // self.page_size
+            least = total - oldest // self.page_size if num_tokens > self.start else 0
             if not least <= len(ids) <= total:
                 raise PageError(
-                    f"adopt: expected {max(0, least)} to {total} pages for {num_tokens} tokens, "
+                    f"adopt: expected {least} to {total} pages for {num_tokens} tokens, "
                     f"the next of which sees back to token {oldest}, got {len(ids)}; "
                     f"adopt only what every group still holds"
                 )
@@ -193,7 +203,8 @@ class PageTable:
         for group, (allocator, ids) in enumerate(zip(self._allocators, pages, strict=True)):
             allocator.share(ids)
             self._pages[group] = list(ids)
-            self._first[group] = total - len(ids)
+            if ids or num_tokens > self.start:
+                self._first[group] = total - len(ids)
         self.length = num_tokens
 
     def fork(self) -> PageTable:
@@ -288,10 +299,10 @@ class PageTable:
         held = self._first[group] + len(self._pages[group])
         return max(0, pages_for(length, self.page_size) - held)
 
-    def _written_page(self, group: int) -> int | None:
-        """The partly filled last page, which the next token is written to."""
+    def _written_page(self, group: int) -> int:
+        """The partly filled last page, which the next token is written to; 0 if there is none."""
         pages = self._pages[group]
-        return pages[-1] if pages and self.length % self.page_size else None
+        return pages[-1] if pages and self.length % self.page_size else 0
 
 
 def pages_needed(tables: Sequence[PageTable], num_tokens: int) -> list[int]:
@@ -306,16 +317,15 @@ def pages_needed(tables: Sequence[PageTable], num_tokens: int) -> list[int]:
         table._check_live()
     needed = []
     for group, allocator in enumerate(tables[0]._allocators):
-        total = 0
-        writers: Counter[int] = Counter()
-        for table in tables:
-            total += table._missing(group, table.length + num_tokens)
-            page = table._written_page(group)
-            if page is not None and num_tokens:
-                writers[page] += 1
-        for page, times in writers.items():
-            holders = allocator.count(page)
-            in_place = times == holders and not allocator.is_published(page)
-            total += times - 1 if in_place else times
+        total = sum(table._missing(group, table.length + num_tokens) for table in tables)
+        if num_tokens:
+            written = Counter(table._written_page(group) for table in tables)
+            total += sum(_copies(allocator, page, times) for page, times in written.items() if page)
         needed.append(total)
     return needed
+
+
+def _copies(allocator: PageAllocator, page: int, writers: int) -> int:
+    """Copies to be made of `page` when `writers` of its holders are about to write to it."""
+    in_place = writers == allocator.count(page) and not allocator.is_published(page)
+    return writers - 1 if in_place else writers

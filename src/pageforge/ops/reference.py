@@ -19,15 +19,18 @@ def write_kv(
     value_pages: Tensor,  # [N, Hkv, P, Dv], written
     slot_mapping: Tensor,  # [T] int64; -1 = skip
 ) -> None:
-    """`key_pages[slot // P, :, slot % P] = key`, the same for V; rows with slot -1 are skipped."""
+    """`key_pages[slot // P, :, slot % P] = key`, the same for V; rows with slot -1 are skipped.
+
+    K and V of another dtype are cast.
+    """
     if bool((slot_mapping < 0).any()):
         keep = slot_mapping >= 0
         key, value, slot_mapping = key[keep], value[keep], slot_mapping[keep]
     page_size = key_pages.shape[2]
     page = slot_mapping // page_size
     offset = slot_mapping % page_size
-    key_pages[page, :, offset] = key
-    value_pages[page, :, offset] = value
+    key_pages[page, :, offset] = key.to(key_pages.dtype)
+    value_pages[page, :, offset] = value.to(value_pages.dtype)
 
 
 def gather_kv(

@@ -36,10 +36,10 @@ class Store(Protocol):
         """Give the memory of mapped ranges back; what lay there is lost."""
 
     def bytes_mapped(self, high_water: int) -> int:
-        """Bytes that the system has given, as it says itself; nothing was mapped past `high_water`."""
+        """Bytes that the system has given, as it says; none were mapped past `high_water`."""
 
     def export(self, start: int, stop: int, owner: object) -> torch.Tensor:
-        """Mapped bytes as a uint8 tensor that keeps `owner` alive as long as any view of it lives."""
+        """Mapped bytes as a uint8 tensor; `owner` lives as long as any view of it does."""
 
     def close(self) -> None:
         """Give everything back. Tensors handed out by `tensor` must not be used any more."""

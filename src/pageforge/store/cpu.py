@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import mmap
 import sys
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from pageforge.geometry import ceil_div
@@ -44,7 +46,8 @@ class MmapStore:
         self._offset = -whole.ctypes.data % GRANULE
         self._array = whole[self._offset : self._offset + num_bytes]
         if hasattr(mmap, "MADV_HUGEPAGE"):
-            self._advise(mmap.MADV_HUGEPAGE, 0, num_bytes)
+            with contextlib.suppress(OSError):  # a kernel without huge pages
+                self._advise(mmap.MADV_HUGEPAGE, 0, num_bytes)
 
     def tensor(self, dtype: torch.dtype) -> torch.Tensor:
         return torch.from_numpy(self._array).view(dtype)
@@ -61,7 +64,8 @@ class MmapStore:
                 self._advise(mmap.MADV_DONTNEED, first, last - first)
 
     def bytes_mapped(self, high_water: int) -> int:
-        high_water = min(high_water, len(self._array))
+        # A huge page at the edge reaches further than what was used of it.
+        high_water = min(ceil_div(high_water, GRANULE) * GRANULE, len(self._array))
         resident = np.zeros(ceil_div(high_water, mmap.PAGESIZE), np.uint8)
         libc = ctypes.CDLL(None, use_errno=True)
         failed = libc.mincore(
@@ -74,9 +78,7 @@ class MmapStore:
         return int(np.count_nonzero(resident & 1)) * mmap.PAGESIZE
 
     def export(self, start: int, stop: int, owner: object) -> torch.Tensor:
-        view = self._array[start:stop].view(_Owned)
-        view.owner = owner
-        return torch.from_numpy(view)
+        return owned_tensor(self._array[start:stop], owner)
 
     def close(self) -> None:
         # The mapping itself ends with the last array over it: an exported page may outlive us.
@@ -87,10 +89,17 @@ class MmapStore:
         self._mmap.madvise(advice, self._offset + start, length)
 
 
-class _Owned(np.ndarray):  # type: ignore[type-arg]
+class _Owned(np.ndarray):
     """An array that can carry a reference: torch keeps the array, and so its owner, alive."""
 
     owner: object = None
+
+
+def owned_tensor(array: npt.NDArray[np.uint8], owner: object) -> torch.Tensor:
+    """`array` as a tensor; `owner` lives as long as any view of it does."""
+    view = array.view(_Owned)
+    view.owner = owner
+    return torch.from_numpy(view)
 
 
 def _merged(ranges: list[tuple[int, int]]) -> list[tuple[int, int]]:

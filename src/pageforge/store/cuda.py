@@ -6,6 +6,7 @@ an address range costs nothing; physical pieces are created, mapped into it and 
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -65,7 +66,10 @@ class VirtualMemoryStore:
         self._access.location = location
         self._access.flags = driver.CUmemAccess_flags.CU_MEM_ACCESS_FLAGS_PROT_READWRITE
         torch.cuda.init()
-        self._base = int(_call(driver.cuMemAddressReserve, self._reserved, GRANULE, 0, 0))
+        try:
+            self._base = int(_call(driver.cuMemAddressReserve, self._reserved, GRANULE, 0, 0))
+        except RuntimeError as error:  # too large a size may be an invalid one to the driver
+            raise DeviceMemoryError(str(error)) from error
         self._pieces: dict[int, _Piece] = {}  # granule -> the piece behind it
         self._touched: dict[tuple[int, int], list[_Piece]] = {}  # mapped chunk -> its pieces
         self._bytes_mapped = 0
@@ -77,18 +81,16 @@ class VirtualMemoryStore:
         first, last = start // GRANULE, ceil_div(stop, GRANULE)
         created: list[_Piece] = []
         try:
-            for run in self._missing(first, last, shared=stop // GRANULE):
+            for run in self._missing(first, last, {ceil_div(start, GRANULE), stop // GRANULE}):
                 created.append(self._create(*run))
-        except DeviceMemoryError:
+        except BaseException:
             for piece in created:
                 self._destroy(piece)
             raise
-        pieces = list(
-            {id(piece): piece for piece in map(self._pieces.get, range(first, last))}.values()
-        )
+        pieces = list(dict.fromkeys(self._pieces[granule] for granule in range(first, last)))
         for piece in pieces:
             piece.chunks += 1
-        self._touched.setdefault((start, stop), []).extend(pieces)
+        self._touched[start, stop] = pieces
 
     def unmap(self, ranges: list[tuple[int, int]]) -> None:
         for chunk in ranges:
@@ -109,16 +111,16 @@ class VirtualMemoryStore:
             _call(driver.cuMemAddressFree, self._base, self._reserved)
             self._base = 0
 
-    def _missing(self, first: int, last: int, shared: int) -> Iterator[tuple[int, int]]:
-        """Runs of granules without memory, cut before granule `shared`.
+    def _missing(self, first: int, last: int, cuts: set[int]) -> Iterator[tuple[int, int]]:
+        """Runs of granules without memory, cut before the granules `cuts`.
 
-        That one holds the beginning of the next chunk as well: in a piece of its own it does not
-        keep the rest of this chunk's memory when only the next chunk is left.
+        The first and the last granule may hold parts of other chunks as well: in pieces of their
+        own they do not keep the rest of this chunk's memory when only the others are left.
         """
         start = None
         for granule in range(first, last + 1):
             missing = granule < last and granule not in self._pieces
-            if start is not None and (not missing or granule == shared):
+            if start is not None and (not missing or granule in cuts):
                 yield start, granule
                 start = None
             if missing and start is None:
@@ -127,14 +129,13 @@ class VirtualMemoryStore:
     def _create(self, first: int, last: int) -> _Piece:
         size = (last - first) * GRANULE
         address = self._base + first * GRANULE
-        handle = _call(driver.cuMemCreate, size, self._kind, 0)
-        try:
+        with contextlib.ExitStack() as undo:
+            handle = _call(driver.cuMemCreate, size, self._kind, 0)
+            undo.callback(driver.cuMemRelease, handle)
             _call(driver.cuMemMap, address, size, 0, handle, 0)
+            undo.callback(driver.cuMemUnmap, address, size)
             _call(driver.cuMemSetAccess, address, size, [self._access], 1)
-        except DeviceMemoryError:
-            driver.cuMemUnmap(address, size)
-            driver.cuMemRelease(handle)
-            raise
+            undo.pop_all()
         piece = _Piece(first, last, handle)
         self._pieces.update(dict.fromkeys(range(first, last), piece))
         self._bytes_mapped += size
@@ -171,8 +172,10 @@ def _index(device: torch.device) -> int:
 
 
 def _call(function: Any, *args: Any) -> Any:
-    """The driver call's result. Raises DeviceMemoryError with the driver's own word for it."""
+    """The driver call's result. Raises DeviceMemoryError if memory (or addresses) ran out."""
     error, *result = function(*args)
-    if error != driver.CUresult.CUDA_SUCCESS:
+    if error == driver.CUresult.CUDA_ERROR_OUT_OF_MEMORY:
         raise DeviceMemoryError(f"{function.__name__}: {error.name}")
+    if error != driver.CUresult.CUDA_SUCCESS:
+        raise RuntimeError(f"{function.__name__}: {error.name}")
     return result[0] if result else None

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from pageforge.store.base import DeviceMemoryError
+from pageforge.store.cpu import owned_tensor
 
 
 class PlainStore:
@@ -33,9 +34,12 @@ class PlainStore:
         return self._bytes.numel()
 
     def export(self, start: int, stop: int, owner: object) -> torch.Tensor:
-        raise NotImplementedError(
-            "exporting pages without a copy needs an elastic store; copy them with .clone()"
-        )
+        if self._bytes.device.type != "cpu":
+            raise NotImplementedError(
+                "exporting pages without a copy needs an elastic store on this device; copy them "
+                "from pool.pages(group) instead"
+            )
+        return owned_tensor(self._bytes[start:stop].numpy(), owner)
 
     def close(self) -> None:
         self._bytes = self._bytes[:0].clone()

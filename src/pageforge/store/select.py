@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
+from typing import Any
+
 import torch
 
 from pageforge.errors import UnsupportedModel
 from pageforge.store import cpu, cuda
-from pageforge.store.base import Store
+from pageforge.store.base import DeviceMemoryError, Store
 from pageforge.store.plain import PlainStore
 
 
@@ -28,16 +31,19 @@ def open_store(num_bytes: int, device: torch.device) -> Store:
     """
     store_type = _store_type(device)
     if store_type is cpu.MmapStore:
-        return cpu.MmapStore(num_bytes)
+        # Where such a mapping is refused, an ordinary allocation may not be.
+        with contextlib.suppress(DeviceMemoryError):
+            return cpu.MmapStore(num_bytes)
+        store_type = PlainStore
     return store_type(num_bytes, device)
 
 
-def _store_type(device: torch.device) -> type:
+def _store_type(device: torch.device) -> Any:
     if device.type == "cpu":
         return cpu.MmapStore if cpu.supported() else PlainStore
     if device.type == "cuda":
         return cuda.VirtualMemoryStore if cuda.supported(device) else PlainStore
     raise UnsupportedModel(
-        f"device: expected cpu or cuda, got {device}; on {device.type} PageForge has no kernels and "
-        f"no elastic memory, so that a paged cache would only be slower: use DynamicCache there"
+        f"device: expected cpu or cuda, got {device}; on {device.type} PageForge has no kernels "
+        f"and no elastic memory, so that a paged cache would only be slower: use DynamicCache there"
     )

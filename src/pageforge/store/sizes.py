@@ -17,11 +17,13 @@ UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12} | {
     "TI": 1 << 40,
 }
 
-CGROUP_LIMITS = (  # version 2, then version 1: (limit, usage)
-    ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory.current"),
+CGROUPS = (  # version 2, then version 1: folder, limit, usage, and what of it can be reclaimed
+    ("/sys/fs/cgroup", "memory.max", "memory.current", "inactive_file"),
     (
-        "/sys/fs/cgroup/memory/memory.limit_in_bytes",
-        "/sys/fs/cgroup/memory/memory.usage_in_bytes",
+        "/sys/fs/cgroup/memory",
+        "memory.limit_in_bytes",
+        "memory.usage_in_bytes",
+        "total_inactive_file",
     ),
 )
 
@@ -31,7 +33,7 @@ def free_bytes(device: torch.device) -> int:
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[0]
     return min(
-        [_host_free(), *(room for room in map(_cgroup_room, CGROUP_LIMITS) if room is not None)]
+        [_host_free(), *(room for cgroup in CGROUPS if (room := _cgroup_room(*cgroup)) is not None)]
     )
 
 
@@ -45,7 +47,7 @@ def parse_memory(amount: int | float | str, free: int) -> int:
             "max_memory", 'bytes, a fraction up to 1.0, "4GiB" or "50%"', repr(amount), "try 0.5"
         )
     )
-    if isinstance(amount, bool):
+    if isinstance(amount, bool) or not isinstance(amount, int | float | str):
         raise wrong
     if isinstance(amount, int):
         value = amount
@@ -78,9 +80,18 @@ def _host_free() -> int:
     return int(match[1]) * 1024 if match else 4 << 30
 
 
-def _cgroup_room(files: tuple[str, str]) -> int | None:
+def _cgroup_room(folder: str, limit: str, usage: str, reclaimable: str) -> int | None:
+    """Bytes that a container may still take, or None where there is no limit.
+
+    Files that were read (a model's weights, say) count as usage, but give way.
+    """
     try:
-        limit, usage = (Path(file).read_text().strip() for file in files)
+        most, used, stat = (
+            Path(folder, name).read_text().strip() for name in (limit, usage, "memory.stat")
+        )
     except OSError:
         return None
-    return None if limit == "max" else max(0, int(limit) - int(usage))
+    if most == "max":
+        return None
+    cached = re.search(rf"^{reclaimable} (\d+)$", stat, re.MULTILINE)
+    return max(0, int(most) - int(used) + (int(cached[1]) if cached else 0))

@@ -1,0 +1,96 @@
+"""Is a decode step with PagedKVCache as fast as with DynamicCache on the CPU, stock attention?
+
+SmolLM2-135M's shape with random weights, fp32. The two caches take turns step by step, so that
+whatever else the machine does hits both; the figure is the median of the steps' ratios.
+
+    python benchmarks/decode_cpu.py [--batch 8] [--context 512] [--steps 40] [--threads 2]
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import time
+
+import torch
+from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
+
+from pageforge import PagedKVCache, PagePool
+from pageforge.probe import cache_argument
+
+
+def smollm2_shape() -> LlamaForCausalLM:
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        hidden_size=576,
+        intermediate_size=1536,
+        num_hidden_layers=30,
+        num_attention_heads=9,
+        num_key_value_heads=3,
+        head_dim=64,
+        vocab_size=49152,
+        max_position_embeddings=8192,
+        tie_word_embeddings=True,
+    )
+    return LlamaForCausalLM(config).eval()
+
+
+@torch.inference_mode()
+def compare(model: LlamaForCausalLM, batch: int, context: int, steps: int, padded: bool) -> dict:
+    tokens = torch.randint(0, model.config.vocab_size, (batch, context))
+    mask = torch.ones(batch, context, dtype=torch.long)
+    if padded:
+        for row in range(batch):
+            mask[row, : row * context // (2 * batch)] = 0
+    name = cache_argument(model)
+    pool = PagePool.for_model(model, max_pages=batch * (context + steps + 16) // 16 + batch)
+    caches = {"dynamic": DynamicCache(config=model.config), "paged": PagedKVCache(pool)}
+    times: dict[str, list[float]] = {kind: [] for kind in caches}
+    for cache in caches.values():
+        model(tokens, attention_mask=mask, use_cache=True, **{name: cache})
+    difference = 0.0
+    for step in range(steps):
+        token = torch.randint(0, model.config.vocab_size, (batch, 1))
+        mask = torch.cat([mask, mask.new_ones(batch, 1)], 1)
+        logits = {}
+        for kind in sorted(caches, reverse=bool(step % 2)):
+            start = time.perf_counter()
+            output = model(token, attention_mask=mask, use_cache=True, **{name: caches[kind]})
+            times[kind].append(time.perf_counter() - start)
+            logits[kind] = output.logits
+        assert not logits["paged"].isnan().any()
+        difference = max(difference, (logits["paged"] - logits["dynamic"]).abs().max().item())
+    ratios = [p / d for p, d in zip(times["paged"], times["dynamic"], strict=True)]
+    quartiles = statistics.quantiles(ratios, n=4)
+    return {
+        "question": "decode step on the CPU, paged / dynamic",
+        "batch": batch,
+        "context": context,
+        "padded": padded,
+        "steps": steps,
+        "dynamic_ms": 1e3 * statistics.median(times["dynamic"]),
+        "paged_ms": 1e3 * statistics.median(times["paged"]),
+        "median_ratio": quartiles[1],
+        "quartiles": [quartiles[0], quartiles[2]],
+        "max_logits_difference": difference,
+        "threads": torch.get_num_threads(),
+        "torch": torch.__version__,
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--batch", type=int, default=8)
+    parser.add_argument("--context", type=int, default=512)
+    parser.add_argument("--steps", type=int, default=40)
+    parser.add_argument("--threads", type=int, default=torch.get_num_threads())
+    options = parser.parse_args()
+    torch.set_num_threads(options.threads)
+    model = smollm2_shape()
+    for padded in (False, True):
+        print(json.dumps(compare(model, options.batch, options.context, options.steps, padded)))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,5 @@
+"""The command line: `pageforge info | run | demo | pool | config`."""
+
+from pageforge.cli.app import main
+
+__all__ = ["main"]

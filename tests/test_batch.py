@@ -1,0 +1,337 @@
+"""SequenceBatch: its rows' page tables, and the copies that ops read, always say the same."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from pageforge.batch import SequenceBatch
+from pageforge.errors import CropError, OutOfPages, UseAfterFree
+from pageforge.geometry import KVGeometry, LayerShape, pages_for
+from pageforge.memory import PageTable
+from pageforge.pool import ROLLBACK, PagePool
+
+SIZE = 8
+WINDOW = 10
+
+FULL = LayerShape(2, 4, 4, "float32")
+SLIDING = LayerShape(1, 4, 8, "float32", window=WINDOW)
+
+
+def make_pool(max_pages: int = 100) -> PagePool:
+    return PagePool(KVGeometry.of_layers({0: FULL, 1: SLIDING}, SIZE), max_pages=max_pages)
+
+
+@pytest.fixture
+def pool() -> Iterator[PagePool]:
+    with make_pool() as made:
+        yield made
+
+
+def check(batch: SequenceBatch) -> None:
+    """What ops are given equals what the page tables say, in every group."""
+    for group in range(len(batch.pool.geometry.groups)):
+        for start in {0, batch.length // 2, max(0, batch.length - 1)}:
+            stop = batch.length
+            page_table, first = batch.page_table(group, start, stop)
+            low, high = start // SIZE, pages_for(stop, SIZE)
+            assert first == low * SIZE
+            assert page_table.dtype == torch.int32
+            assert page_table.tolist() == [t.entries(low, high, group) for t in batch.tables]
+            slots = batch.slot_mapping(group, start, stop)
+            assert slots.dtype == torch.int64
+            assert slots.tolist() == [
+                slot for t in batch.tables for slot in t.slots(start, stop, group).tolist()
+            ]
+
+
+def check_pool(pool: PagePool, *batches: SequenceBatch) -> None:
+    pool.check_invariants([table for batch in batches for table in batch.tables])
+
+
+# --- one at a time --------------------------------------------------------------------------
+
+
+def test_an_empty_batch(pool: PagePool) -> None:
+    batch = SequenceBatch(pool, [])
+    assert (len(batch), batch.length) == (0, 0)
+    batch.release()
+
+
+def test_append_claims_pages_for_every_row(pool: PagePool) -> None:
+    batch = SequenceBatch(pool, [0, 0, 0])
+    for tokens, pages in ((7, 1), (1, 1), (1, 2), (7, 2), (20, 5)):
+        batch.append(tokens)
+        assert pool.stats().pages_used == 3 * 2 * pages
+        check(batch)
+        check_pool(pool, batch)
+    batch.release()
+    assert pool.stats().pages_used == 0
+
+
+def test_slots_are_where_the_pages_are(pool: PagePool) -> None:
+    """By hand: page ids times the page size, plus the place in the page."""
+    batch = SequenceBatch(pool, [0, 0])
+    batch.append(10)
+    first, second = (table.pages(0) for table in batch.tables)
+    assert len({*first, *second}) == 4
+    expected = [
+        pages[position // SIZE] * SIZE + position % SIZE
+        for pages in (first, second)
+        for position in range(6, 10)
+    ]
+    assert batch.slot_mapping(0, 6, 10).tolist() == expected
+    assert batch.page_table(0, 0, 10)[0].tolist() == [first, second]
+    assert batch.page_table(0, 8, 10)[0].tolist() == [[first[1]], [second[1]]]
+    assert batch.page_table(0, 8, 10)[1] == 8
+
+
+def test_left_padding_has_no_pages_and_no_slots(pool: PagePool) -> None:
+    batch = SequenceBatch(pool, [0, 9, 16])
+    batch.append(20)
+    check(batch)
+    assert [len(table.pages(0)) for table in batch.tables] == [3, 2, 1]
+    slots = batch.slot_mapping(0, 0, 20).view(3, 20)
+    assert (slots[0] >= SIZE).all()  # page 0 is nobody's
+    assert (slots[1, :8] == -1).all() and (slots[1, 8:] >= SIZE).all()
+    assert (slots[2, :16] == -1).all() and (slots[2, 16:] >= SIZE).all()
+    assert batch.page_table(0, 0, 20)[0][2].tolist()[:2] == [0, 0]
+
+
+def test_pages_behind_the_window_are_released(pool: PagePool) -> None:
+    batch = SequenceBatch(pool, [0, 0])
+    batch.append(WINDOW + ROLLBACK)
+    batch.slide()
+    before = [table.pages(1) for table in batch.tables]
+    check(batch)
+    batch.append(20)
+    batch.slide()
+    check(batch)
+    for table, pages in zip(batch.tables, before, strict=True):
+        gone = table.first_page(1)
+        assert gone == (20 + 1) // SIZE
+        assert table.pages(1)[: len(pages) - gone] == pages[gone:]
+        assert table.first_page(0) == 0
+    check_pool(pool, batch)
+
+
+def test_what_does_not_fit_changes_no_row(pool: PagePool) -> None:
+    batch = SequenceBatch(pool, [0, 0, 0])
+    batch.append(260)  # 33 pages a row, and there are 100
+    tables = [[table.pages(group) for group in (0, 1)] for table in batch.tables]
+    with pytest.raises(OutOfPages) as caught:
+        batch.append(10)
+    assert (caught.value.needed, caught.value.available) == (6, 2)
+    assert batch.length == 260
+    assert tables == [[table.pages(group) for group in (0, 1)] for table in batch.tables]
+    check(batch)
+    check_pool(pool, batch)
+    batch.append(4)  # to the page's end: no pages needed
+    check(batch)
+
+
+def test_crop_past_the_margin_changes_no_row(pool: PagePool) -> None:
+    batch = SequenceBatch(pool, [0, 90])  # row 1 has nothing that could be gone
+    batch.append(100)
+    batch.append(60)
+    batch.slide()
+    for check_only in (True, False):
+        with pytest.raises(CropError):
+            (batch.check_crop if check_only else batch.crop)(85)
+        assert batch.length == 160
+        assert {table.length for table in batch.tables} == {160}
+    check(batch)
+    batch.check_crop(160 - ROLLBACK)
+    batch.crop(160 - ROLLBACK)
+    check(batch)
+    batch.append(70)
+    check(batch)
+
+
+def test_crop_into_the_padding_after_sliding(pool: PagePool) -> None:
+    """The page that pads and tokens share had left the window; it is claimed anew."""
+    batch = SequenceBatch(pool, [12])
+    batch.append(200)
+    batch.slide()
+    assert batch.tables[0].first_page(1) > 2
+    batch.crop(10)
+    check(batch)
+    batch.append(1)
+    check(batch)
+    batch.append(5)
+    check(batch)
+    assert (batch.slot_mapping(1, 8, 16) >= SIZE).all()
+    check_pool(pool, batch)
+
+
+def test_select_forks_some_rows_and_drops_others(pool: PagePool) -> None:
+    batch = SequenceBatch(pool, [0, 0, 3])
+    batch.append(12)
+    pages = [table.pages(0) for table in batch.tables]
+    batch.select([2, 2, 0, 2])
+    assert [table.pages(0) for table in batch.tables] == [pages[row] for row in (2, 2, 0, 2)]
+    assert [table.start for table in batch.tables] == [3, 3, 0, 3]
+    assert pool.stats().pages_used == 2 * 2 * 2
+    check(batch)
+    check_pool(pool, batch)
+    batch.append(1)  # the partly filled page of row 2 becomes three
+    check(batch)
+    check_pool(pool, batch)
+    assert pool.stats().pages_used == 2 * (2 * 2 + 2)
+    assert len({table.pages(0)[-1] for table in batch.tables}) == 4
+    assert len({table.pages(0)[0] for table in batch.tables}) == 2
+
+
+def test_a_fork_has_page_tables_of_its_own(pool: PagePool) -> None:
+    batch = SequenceBatch(pool, [0, 0])
+    batch.append(12)
+    child = batch.fork()
+    assert pool.stats().pages_used == 8
+    child.append(30)
+    batch.append(1)
+    for one in (batch, child):
+        check(one)
+    check_pool(pool, batch, child)
+    assert batch.length == 13
+    batch.release()
+    check(child)
+    check_pool(pool, child)
+    child.release()
+    assert pool.stats().pages_used == 0
+
+
+def test_copy_on_write_copies_what_the_page_held(pool: PagePool) -> None:
+    batch = SequenceBatch(pool, [0])
+    batch.append(12)
+    for group in (0, 1):
+        pool.pages(group)[batch.tables[0].pages(group)] = 5.0
+    child = batch.fork()
+    child.append(1)
+    for group in (0, 1):
+        mine, theirs = child.tables[0].pages(group), batch.tables[0].pages(group)
+        assert mine[0] == theirs[0]
+        assert mine[1] != theirs[1]
+        assert (pool.pages(group)[mine[1]] == 5.0).all()
+        pool.pages(group)[mine[1]] = 6.0
+        assert (pool.pages(group)[theirs[1]] == 5.0).all()
+
+
+def test_release_is_for_good(pool: PagePool) -> None:
+    batch = SequenceBatch(pool, [0])
+    batch.append(12)
+    table: PageTable = batch.tables[0]
+    batch.release()
+    batch.release()
+    assert len(batch) == 0
+    with pytest.raises(UseAfterFree):
+        table.append(1)
+
+
+def test_restored_pages(pool: PagePool) -> None:
+    batch = SequenceBatch(pool, [0, 8])
+    batch.append(12)
+    pages = [[table.pages(group) for group in (0, 1)] for table in batch.tables]
+    contents = []
+    for group in (0, 1):
+        for table in batch.tables:
+            pool.pages(group)[table.pages(group)] = torch.randn(
+                len(table.pages(group)), pool.pages(group).shape[1]
+            )
+        ids = torch.tensor([page for row in pages for page in row[group]])
+        contents.append(pool.pages(group)[ids].clone())
+    rows = [[[0, 1], [0, 1]], [[2], [2]]]
+    restored = SequenceBatch(pool, [0, 8])
+    restored.restore(contents, rows, 12)
+    check(restored)
+    check_pool(pool, batch, restored)
+    for group in (0, 1):
+        for mine, theirs in zip(restored.tables, batch.tables, strict=True):
+            assert torch.equal(
+                pool.pages(group)[mine.pages(group)], pool.pages(group)[theirs.pages(group)]
+            )
+    restored.append(5)
+    check(restored)
+
+
+# --- all of it in any order -----------------------------------------------------------------
+
+
+class Batches(RuleBasedStateMachine):
+    """Two batches that fork from each other, against the page tables and a recount."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.pool = make_pool(max_pages=60)
+        self.batches: list[SequenceBatch] = []
+
+    @initialize(starts=st.lists(st.integers(0, 20), min_size=1, max_size=3))
+    def begin(self, starts: list[int]) -> None:
+        self.batches = [SequenceBatch(self.pool, starts)]
+
+    def pick(self, index: int) -> SequenceBatch:
+        return self.batches[index % len(self.batches)]
+
+    @rule(index=st.integers(0, 3), tokens=st.integers(0, 40))
+    def append(self, index: int, tokens: int) -> None:
+        batch = self.pick(index)
+        length = batch.length
+        try:
+            batch.append(tokens)
+            length += tokens
+        except OutOfPages as error:
+            assert error.needed > error.available
+        assert {table.length for table in batch.tables} == {length}
+
+    @rule(index=st.integers(0, 3))
+    def slide(self, index: int) -> None:
+        self.pick(index).slide()
+
+    @rule(index=st.integers(0, 3), removed=st.integers(0, 100))
+    def crop(self, index: int, removed: int) -> None:
+        batch = self.pick(index)
+        length = max(0, batch.length - removed)
+        try:
+            batch.check_crop(length)
+        except CropError:
+            with pytest.raises(CropError):
+                batch.crop(length)
+        else:
+            batch.crop(length)
+            assert {table.length for table in batch.tables} == {length}
+
+    @rule(index=st.integers(0, 3), rows=st.lists(st.integers(0, 9), min_size=1, max_size=4))
+    def select(self, index: int, rows: list[int]) -> None:
+        batch = self.pick(index)
+        chosen = [row % len(batch) for row in rows]
+        expected = [batch.tables[row].pages(0) for row in chosen]
+        batch.select(chosen)
+        assert [table.pages(0) for table in batch.tables] == expected
+
+    @precondition(lambda self: len(self.batches) < 3)
+    @rule(index=st.integers(0, 3))
+    def fork(self, index: int) -> None:
+        self.batches.append(self.pick(index).fork())
+
+    @precondition(lambda self: len(self.batches) > 1)
+    @rule(index=st.integers(0, 3))
+    def release(self, index: int) -> None:
+        self.batches.pop(index % len(self.batches)).release()
+
+    @invariant()
+    def copies_agree_with_tables(self) -> None:
+        for batch in self.batches:
+            check(batch)
+        check_pool(self.pool, *self.batches)
+
+    def teardown(self) -> None:
+        for batch in self.batches:
+            batch.release()
+        assert self.pool.stats().pages_used == 0
+        self.pool.close()
+
+
+TestBatches = Batches.TestCase
