@@ -1,7 +1,4 @@
-"""What every test shares: one thread a worker, fixed seeds, no GPU tests without a GPU.
-
-torch is not imported here: the policy's tests run without it in milliseconds.
-"""
+"""What every test shares: one thread a worker, fixed seeds, no GPU tests without a GPU."""
 
 from __future__ import annotations
 

@@ -23,7 +23,7 @@ from tests.store.fake_driver import FakeDriver, install
 from tests.store.pool_model import STEPS, PoolModel, Step, random_steps, two_groups
 
 import pageforge.pool
-from pageforge import KVGeometry, PagePool, PageTable, ops
+from pageforge import KVGeometry, LayerShape, PagePool, PageTable, ops
 from pageforge.errors import (
     GeometryError,
     OutOfPages,
@@ -330,6 +330,24 @@ def test_cached_pages_of_one_group_give_way_to_another(driver: FakeDriver) -> No
     assert stats.bytes_in_use + cached[0] * LARGE + cached[1] * SMALL > 40 * LARGE - LARGE
     assert driver.mapped <= mapped + 8 * SMALL + 2 * G
     pool.check_invariants([table])
+
+
+def test_what_one_group_gave_up_for_another_is_unmapped(driver: FakeDriver) -> None:
+    """Many small cached pages give way to a few large ones: the budget bounds what is mapped."""
+    small = LayerShape(1, 8, 8, "float32")
+    large = LayerShape(8, 8, 8, "float32", window=8)
+    pool = PagePool(KVGeometry.of_layers({0: small, 1: large}, 8), max_memory=300 * 512)
+    tables = grow(pool, 30 * 8)
+    for _ in range(200):
+        pool.append(tables, 8)
+        pool.slide(tables)
+    pool._groups[0].prefix.publish(range(tables[0].length), tables[0].pages(0))
+    pool.release(tables)
+    assert pool.stats().groups[0].pages_cached == 230
+    grow(pool, 25 * 8)
+    stats = pool.stats()
+    assert stats.groups[0].pages_cached < 100 and stats.groups[1].pages_used == 25
+    assert driver.mapped == stats.bytes_mapped <= stats.bytes_total + WATERMARK + 2 * G
 
 
 def test_restore_that_fails_loses_nothing(driver: FakeDriver) -> None:
@@ -780,12 +798,14 @@ def test_close_with_memory_on_its_way_back(
     driver: FakeDriver, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pool = PagePool(one_group(), max_pages=100)
-    monkeypatch.setattr(pool, "_record_events", lambda device: [FakeEvent()])
+    event = FakeEvent()
+    monkeypatch.setattr(pool, "_record_events", lambda device: [event])
     tables = grow(pool, 50 * 8)
     other = grow(pool, 8)
     pool.release(tables)
     pool.close()
     driver.assert_nothing_left()
+    event.done = True
     pool.release(other)
     driver.assert_nothing_left()
 

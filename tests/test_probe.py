@@ -86,6 +86,21 @@ def test_the_dtype_and_the_pad_token_of_a_real_model() -> None:
         assert model.config.pad_token_id == config.pad_token_id
 
 
+@pytest.mark.parametrize("kind", ["dynamic", "longrope", "yarn", "linear"])
+def test_rotary_factors_that_depend_on_positions(kind: str) -> None:
+    config = CONFIGS["llama"]()
+    config.rope_parameters = {
+        "rope_type": kind,
+        "rope_theta": 10000.0,
+        "factor": 4.0,
+        "short_factor": [1.0] * 4,
+        "long_factor": [4.0] * 4,
+        "original_max_position_embeddings": 64,
+    }
+    assert groups_of(geometry_of(make(config), 8)) == GROUPS["llama"]
+    assert groups_of(geometry_of_config(config, 8, torch.float32, CPU)) == GROUPS["llama"]
+
+
 @pytest.mark.parametrize("experts", [None, "eager", "grouped_mm", "batched_mm"])
 @pytest.mark.parametrize("name", ["mixtral", "qwen3_next", "gpt_oss", "deepseek_v3"])
 def test_experts_on_the_meta_device(name: str, experts: str | None) -> None:

@@ -55,7 +55,9 @@ class SequenceBatch:
 
     def crop(self, length: int) -> None:
         """Keep the first `length` tokens of each row. Raises CropError."""
+        size, before = self.pool.geometry.page_size, self.length
         self.pool.crop(self.tables, length)
+        self._update_mirrors(length // size, pages_for(before, size))
 
     def slide(self) -> None:
         """Release pages that left every window."""

@@ -12,19 +12,21 @@ class PageForgeError(Exception):
 class OutOfPages(PageForgeError, MemoryError):
     """More pages were asked for than can be supplied; nothing was changed.
 
-    `needed` and `available` count pages, summed over the layer groups.
+    `needed` and `available` count pages: of all layer groups together where a pool raises it, of
+    one group where an allocator or a page table does.
     """
 
     def __init__(self, needed: int, available: int, hint: str = ""):
         self.needed = needed
         self.available = available
+        self.hint = hint
         advice = hint or (
             "free a sequence, drop the prefix cache or make the pool larger (max_pages, max_memory)"
         )
         super().__init__(f"out of pages: needed {needed}, available {available}; {advice}")
 
-    def __reduce__(self) -> tuple[type[OutOfPages], tuple[int, int]]:
-        return type(self), (self.needed, self.available)
+    def __reduce__(self) -> tuple[type[OutOfPages], tuple[int, int, str]]:
+        return type(self), (self.needed, self.available, self.hint)
 
 
 class PageError(PageForgeError, ValueError):

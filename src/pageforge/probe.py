@@ -22,6 +22,7 @@ from transformers import (
     PreTrainedModel,
 )
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
+from transformers.modeling_outputs import BaseModelOutput
 
 from pageforge.errors import UnsupportedModel
 from pageforge.geometry import KVGeometry, LayerShape
@@ -131,17 +132,17 @@ def _run(
 ) -> tuple[Mapping[int, tuple[torch.Tensor, torch.Tensor]], Exception | None]:
     """Run two tokens. Some models look at values (MoE routing): then the layers until there."""
     recorder = _Recorder(twin.config)
-    for module in twin.modules():
-        if isinstance(module, PreTrainedModel):
-            # Tokens have no values here: no search for padding, no sorting by expert.
-            module.config.pad_token_id = None
-            module.config._experts_implementation = "batched_mm"
+    _avoid_values(twin)
     tokens = torch.zeros(1, 2, dtype=torch.long, device="meta")
-    arguments: dict[str, Any] = {"input_ids": tokens, "use_cache": True}
+    arguments: dict[str, Any] = {"use_cache": True}
     if twin.config.is_encoder_decoder:
+        # The decoder stores K/V, whatever the encoder listens to.
+        encoded = torch.zeros(1, 2, twin.config.hidden_size, dtype=twin.dtype, device="meta")
+        arguments["encoder_outputs"] = BaseModelOutput(last_hidden_state=encoded)
         arguments["decoder_input_ids"] = tokens
         arguments[cache_argument(twin)] = EncoderDecoderCache(recorder, DynamicCache())
     else:
+        arguments["input_ids"] = tokens
         arguments[cache_argument(twin)] = recorder
     try:
         with torch.no_grad():
@@ -149,6 +150,23 @@ def _run(
     except Exception as error:  # whatever a model does on the meta device: the caller decides
         return recorder.seen, error
     return recorder.seen, None
+
+
+def _avoid_values(twin: PreTrainedModel) -> None:
+    """On the meta device tensors have no values: see to it that the twin does not ask for any."""
+    for module in twin.modules():
+        if isinstance(module, PreTrainedModel):
+            module.warn_if_padding_and_no_attention_mask = _nothing
+            module.config._experts_implementation = "batched_mm"  # no sorting by expert
+        rope_type = getattr(module, "rope_type", None)
+        if isinstance(rope_type, str):  # no rotary factors that depend on the positions
+            module.rope_type = "default"
+        elif isinstance(rope_type, dict):
+            module.rope_type = dict.fromkeys(rope_type, "default")
+
+
+def _nothing(*args: Any, **kwargs: Any) -> None:
+    pass
 
 
 def _fill(

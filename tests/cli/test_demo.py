@@ -8,6 +8,7 @@ import select
 import signal
 import sys
 import time
+from dataclasses import replace
 
 import pytest
 from rich.cells import cell_len
@@ -18,6 +19,7 @@ from pageforge.cli.demo_screen import Cell, Frame, Grid, Screen, take_frame
 from pageforge.cli.demo_show import Show, State, batches, most_pages
 from pageforge.cli.internals import page_tables
 from pageforge.cli.output import is_terminal
+from pageforge.geometry import KVGeometry
 from pageforge.hf.pretrained import load_model
 from pageforge.pool import PagePool
 
@@ -84,7 +86,7 @@ def test_the_same_seed_plays_the_same(tiny: str) -> None:
 
 def test_a_pool_too_small_for_all_makes_sequences_wait(tiny: str) -> None:
     model, tokenizer = load_model(tiny)
-    (batch, _) = batches(tokenizer, 4, 24, seed=0)
+    (batch, _) = batches(tokenizer, 6, 24, seed=0)
     most = max(-(-(len(m.prompt) + 24) // 8) for m in batch) + 4
     waited = False
     with PagePool.for_model(model, page_size=8, max_pages=most) as pool:
@@ -113,7 +115,8 @@ def frame_of(num_members: int, pages_total: int = 90) -> Frame:
         page: Cell(page % num_members, "ABCDEFGH"[page % 8], 1 + (page % 7 == 0), page % 9 / 8 or 1)
         for page in range(1, 60, 2)
     }
-    with PagePool.for_model(load_model_once(), page_size=8, max_pages=4) as pool:
+    geometry = KVGeometry.uniform(1, 1, 8, dtype="float32", page_size=8)
+    with PagePool(geometry, max_pages=4) as pool:
         stats = pool.stats()
     states = list(State)
     members = tuple(
@@ -121,21 +124,6 @@ def frame_of(num_members: int, pages_total: int = 90) -> Frame:
         for n in range(num_members)
     )
     return Frame("title", "note", "status", (Grid("", pages_total, cells),), stats, 8, members)
-
-
-_MODELS: list = []
-
-
-def load_model_once():
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    if not _MODELS:
-        config = LlamaConfig(
-            vocab_size=8, hidden_size=8, intermediate_size=8, num_hidden_layers=1,
-            num_attention_heads=1,
-        )  # fmt: skip
-        _MODELS.append(LlamaForCausalLM(config))
-    return _MODELS[0]
 
 
 def draw(frame: Frame, width: int, height: int, encoding: str = "utf-8", **options) -> list[str]:
@@ -159,6 +147,17 @@ def test_a_frame_fits_the_screen(width: int, height: int, num_members: int) -> N
     assert lines[0].startswith(" title")
     assert lines[-1].startswith(" note")
     assert any("mapped" in line for line in lines)
+
+
+@pytest.mark.parametrize(
+    ("filled", "text"),
+    [(1 / 256, "a▁"), (1 / 8, "a▁"), (0.5, "a▄"), (255 / 256, "a█"), (1.0, "A ")],
+)
+def test_how_far_a_page_is_filled(filled: float, text: str) -> None:
+    frame = frame_of(26)
+    grid = Grid("", 90, {1: Cell(0, "A", 1, filled)})
+    lines = draw(replace(frame, grids=(grid,)), 80, 14)
+    assert lines[2].startswith(f"│  {text} ·")
 
 
 def test_a_large_pool_is_cut(tiny: str) -> None:

@@ -123,7 +123,7 @@ def run(
 
 
 def prompt(model: PreTrainedModel, lengths: Sequence[int], seed: int = 0) -> dict[str, Tensor]:
-    """Left-padded random prompts; with a mask, unless all are of one length."""
+    """Left-padded random prompts and their mask."""
     generator = torch.Generator().manual_seed(seed)
     width = max(lengths)
     ids = torch.randint(3, model.config.vocab_size, (len(lengths), width), generator=generator)
@@ -162,6 +162,8 @@ def fill_with_nan(pool: PagePool) -> None:
 
 
 def check_all_back(pool: PagePool) -> None:
-    """No page is used, and a recount agrees."""
+    """No page is used, a recount agrees, and page 0 was written by nobody."""
     assert pool.stats().pages_used == 0
     pool.check_invariants([])
+    for group in range(len(pool.geometry.groups)):
+        assert not pool.pages(group)[0].any()

@@ -178,6 +178,79 @@ def test_the_new_keys_are_taken_as_they_are_at_the_time(caches) -> None:
     assert torch.equal(both.paged.layers[0].keys, both.oracle.stored(0)[0])
 
 
+@pytest.mark.parametrize("name", KINDS)
+def test_an_update_of_no_tokens(name: str, caches) -> None:
+    both = caches(name)
+    for tokens in (0, 9, 0, 1):
+        both.update(tokens)
+
+
+@pytest.mark.parametrize("from_config", [False, True])
+@pytest.mark.parametrize(
+    ("first", "second"),
+    [(torch.inference_mode, torch.no_grad), (torch.no_grad, torch.inference_mode)],
+)
+def test_inference_mode_and_no_grad_in_turns(first, second, from_config: bool) -> None:
+    """Also for a pool that is made at the first update, inside inference mode."""
+    model = tiny("gemma3")
+    ids = prompt(model, (30, 30))["input_ids"]
+
+    def logits(cache) -> list[Tensor]:
+        found = []
+        for mode, start, stop in ((first, 0, 13), (second, 13, 14), (first, 14, 30)):
+            with mode():
+                argument = {cache_argument(model): cache}
+                found.append(model(input_ids=ids[:, start:stop], **argument).logits.clone())
+        return found
+
+    with nan_pool(model) as pool:
+        cache = (
+            PagedKVCache(model.config, page_size=8, max_pages=64)
+            if from_config
+            else PagedKVCache(pool)
+        )
+        for one, other in zip(logits(cache), logits(dynamic_cache(model)), strict=True):
+            assert torch.equal(one, other)
+        with torch.no_grad():
+            forked = copy.deepcopy(cache)
+            forked.crop(-3)
+            forked.free()
+        cache.free()
+
+
+def test_autocast_needs_a_pool_of_its_dtype() -> None:
+    """K/V then come in another dtype than the model's."""
+    model = tiny("gpt2")
+    ids = prompt(model, (20, 20))["input_ids"]
+    with torch.no_grad(), torch.autocast("cpu", dtype=torch.bfloat16):
+        with nan_pool(model) as pool:
+            with pytest.raises(ShapeError, match="dtype="):
+                model(input_ids=ids, **{cache_argument(model): PagedKVCache(pool)})
+            gc.collect()
+            check_all_back(pool)
+        with nan_pool(model, dtype=torch.bfloat16) as pool, PagedKVCache(pool) as cache:
+            stock = dynamic_cache(model)
+            for start, stop in ((0, 13), (13, 14), (14, 20)):
+                one, other = (
+                    model(input_ids=ids[:, start:stop], **{cache_argument(model): each}).logits
+                    for each in (cache, stock)
+                )
+                assert torch.equal(one, other)
+
+
+@pytest.mark.filterwarnings("ignore:.*past_key_values.*:FutureWarning")
+def test_the_old_name_of_the_argument() -> None:
+    """`past_key_values`, as all of the documentation before 5.24 has it."""
+    model = tiny("llama")
+    inputs = prompt(model, (9, 4))
+    arguments = {"max_new_tokens": 9, "do_sample": False}
+    expected = model.generate(**inputs, **arguments)
+    with nan_pool(model) as pool, PagedKVCache(pool) as cache:
+        got = model.generate(**inputs, past_key_values=cache, **arguments)
+        assert cache.get_seq_length() == 17
+    assert torch.equal(expected, got)
+
+
 # --- page boundaries ------------------------------------------------------------------------
 
 

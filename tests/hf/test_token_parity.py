@@ -26,6 +26,7 @@ from tests.hf.tiny_models import (
     RECURRENT,
     SLIDING,
     draft_of,
+    make,
     tiny,
 )
 from torch import Tensor
@@ -201,6 +202,25 @@ def test_windows_that_have_moved_on(name: str, scenario: Scenario) -> None:
 @pytest.mark.parametrize("name", ["gpt2", "llama", "mistral"])
 def test_embeddings_instead_of_tokens(name: str) -> None:
     check_parity(tiny(name), embedded_prompt)
+
+
+def test_rotary_factors_that_change_on_the_way() -> None:
+    """Phi-3's LongRoPE: past a length all keys are stale, and transformers starts anew."""
+    config = CONFIGS["phi3"]()
+    config.original_max_position_embeddings = 27
+    config.rope_parameters = {
+        "rope_type": "longrope",
+        "rope_theta": 10000.0,
+        "short_factor": [1.0] * 4,
+        "long_factor": [4.0] * 4,
+        "original_max_position_embeddings": 27,
+        "partial_rotary_factor": 1.0,
+    }
+    model = make(config)
+    unchanged = run(tiny("phi3"), prompt(model, PADDED), dynamic_cache(model))
+    changed = run(model, prompt(model, PADDED), dynamic_cache(model))
+    assert not torch.equal(changed.logits[-1], unchanged.logits[-1])
+    check_parity(model, greedy)
 
 
 @pytest.mark.parametrize("page_size", [16, 32, 128])

@@ -225,3 +225,19 @@ def test_pages_past_every_limit_of_32_bits() -> None:
     ops.copy_pages(pool.pages(0), source, target)
     assert torch.equal(pool.pages(0)[target], before)
     pool.close()
+
+
+@pytest.mark.skipif(not hasattr(mmap.mmap, "madvise"), reason="needs a sparse pool")
+def test_gather_counts_past_32_bits() -> None:
+    """Small pages whose K and V share a small divisor: the pool has more than 2^31 rows."""
+    pool = PagePool(
+        KVGeometry.of_layers({0: LayerShape(1, 5, 7, "float16")}, 8), max_pages=180_000_000
+    )
+    _, key_pages, value_pages = pool.layer(0)
+    ids = [2**31 // 12 - 1, 2**31 // 12 + 1, 180_000_000]  # 12 rows of 8 elements to a page
+    for page in ids:
+        key_pages[page], value_pages[page] = page % 1000, page % 999
+    key, value = ops.gather_kv(key_pages, value_pages, torch.tensor([ids], dtype=torch.int32))
+    for column, page in enumerate(ids):
+        assert bool((key[0, :, column * 8 : column * 8 + 8] == page % 1000).all())
+        assert bool((value[0, :, column * 8 : column * 8 + 8] == page % 999).all())

@@ -31,10 +31,14 @@ STEPS = (
 Step = tuple[str, int, int]  # name, which sequence, how much
 
 
-def two_groups(device: str = "cpu", scale: int = 1) -> KVGeometry:
-    """Two layer groups, the second with a window; pages of 1,280 and 640 bytes at scale 1."""
+def two_groups(device: str = "cpu", second: str | None = None, scale: int = 1) -> KVGeometry:
+    """Two layer groups, the second with a window; pages of 1,280 and 640 bytes at scale 1.
+
+    `second`: the second group's device, if it is another one.
+    """
+    other = second or device
     full = LayerShape(2, 5 * scale, 5 * scale, "float32", device=device)
-    sliding = LayerShape(1, 12 * scale, 8 * scale, "float32", window=WINDOW, device=device)
+    sliding = LayerShape(1, 12 * scale, 8 * scale, "float32", window=WINDOW, device=other)
     return KVGeometry.of_layers({0: full, 1: sliding, 2: full}, P)
 
 
@@ -190,7 +194,7 @@ class PoolModel:
             return
         table = sequence.table
         pages = [table.pages(group) for group in range(2)]
-        contents = [self.pool.pages(g)[torch.tensor(pages[g]).long()].cpu() for g in range(2)]
+        contents = [self._read(group, ids) for group, ids in enumerate(pages)]
         row = [list(range(len(ids))) for ids in pages]
         with self._nothing_changes_without_pages():
             tables = self.pool.restore(contents, [row, row], [table.start] * 2, table.length)
@@ -304,6 +308,11 @@ class PoolModel:
             for page in {page for g, page in self.known if g == group} & opened - kept:
                 self._fill(group, page)
             self.known -= {(g, page) for g, page in self.known if g == group and page not in kept}
+
+    def _read(self, group: int, ids: list[int]) -> Tensor:
+        pages = self.pool.pages(group)
+        self.pool.use_stream(pages.device)
+        return pages[torch.tensor(ids, dtype=torch.long, device=pages.device)].cpu()
 
     def _fill(self, group: int, page: int) -> None:
         pages = self.pool.pages(group)

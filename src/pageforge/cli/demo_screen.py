@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -125,9 +126,7 @@ class Screen:
         # Where not everything fits, the grid gets half, and the sequences the rest.
         rows = max(1, max(room // 2, room - len(frame.members)) // parts)
         free = room - len(frame.members)
-        cell = next(
-            (cell for cell in CELLS if self._num_lines(frame, width - 4, cell) <= free), CELLS[-1]
-        )
+        cell = self._largest_cell(frame, width - 4, free, max(free, rows * parts))
         spare = free - self._num_lines(frame, width - 4, cell)
         panels = [self._panel(grid, width, rows, cell) for grid in frame.grids]
         if frame.status:
@@ -189,6 +188,13 @@ class Screen:
         )
         return panel, len(lines)
 
+    def _largest_cell(self, frame: Frame, width: int, free: int, at_most: int) -> tuple[int, int]:
+        """The largest cell that fits; one of several lines must not take the sequences' room."""
+        for cell in CELLS:
+            if self._num_lines(frame, width, cell) <= (free if cell[1] > 1 else at_most):
+                return cell
+        return CELLS[-1]
+
     def _num_lines(self, frame: Frame, width: int, cell: tuple[int, int]) -> int:
         columns = max(1, width // cell[0])
         return sum(-(-grid.pages_total // columns) for grid in frame.grids) * cell[1]
@@ -224,7 +230,7 @@ class Screen:
                 style = f"black on {colour}" if self._colour else "reverse"
             label = cell.label if width == 1 else f" {cell.label}{shared}"
             return Text((label if named else "").center(width), style=style)
-        fill = " " if self._ascii else FILLS[int(cell.filled * len(FILLS)) - 1]
+        fill = " " if self._ascii else FILLS[math.ceil(cell.filled * len(FILLS)) - 1]
         if width == 1:
             return Text(cell.label.lower(), style=colour)
         if named:
@@ -285,7 +291,7 @@ class Screen:
         return line
 
     def _clipped(self, text: Text, width: int) -> Text:
-        text.truncate(width, overflow="ellipsis")
+        text.truncate(width, overflow="crop" if self._ascii else "ellipsis")
         text.no_wrap = True
         return text
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 from transformers import PreTrainedConfig
 
@@ -100,7 +101,8 @@ class CacheState:
         if self.pool is None:
             page_size, max_pages, max_memory = self._pool_arguments
             geometry = geometry_of_config(self.config, page_size, key.dtype, key.device)
-            pool = PagePool(geometry, max_pages=max_pages, max_memory=max_memory)
+            with torch.inference_mode(False):  # else it could only be written to in that mode
+                pool = PagePool(geometry, max_pages=max_pages, max_memory=max_memory)
             pool.model_config = self.config
             self.pool = pool
         if self.batch is None or (self.batch.length == 0 and len(self.batch) != rows):
