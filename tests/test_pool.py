@@ -590,6 +590,23 @@ def test_idle_memory_that_the_call_itself_needs_is_not_given_back(driver: FakeDr
     pool.check_invariants(tables)
 
 
+def test_what_fits_is_mapped_before_cached_pages_give_way(driver: FakeDriver) -> None:
+    pool = PagePool(one_group(), max_pages=1000)
+    kept = grow(pool, 10 * 8)
+    publish(pool, kept[0])
+    pool.release(kept)
+    driver.capacity = driver.physical + 2 * G  # 8 pages, and one is free
+    (table,) = grow(pool, 15 * 8)
+    assert numbers(pool.stats())[:2] == (15, 4)
+    with pytest.raises(OutOfPages) as error:
+        pool.append([table], 5 * 8)
+    assert (error.value.needed, error.value.available) == (5, 4)
+    pool.append([table], 4 * 8)
+    assert numbers(pool.stats())[:2] == (19, 0)
+    assert driver.touched_unmapped() == [] and driver.physical == driver.capacity
+    pool.check_invariants([table])
+
+
 def test_retired_memory_is_waited_for_before_giving_up(
     driver: FakeDriver, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -1,4 +1,4 @@
-"""What the probe reads off models: heads, dims, windows and groups, from what they pass to update."""
+"""What the probe reads off models: heads, dims, windows and groups."""
 
 from __future__ import annotations
 
@@ -12,7 +12,13 @@ from transformers import DynamicCache, MambaConfig, MixtralConfig
 
 from pageforge.errors import GeometryError, UnsupportedModel
 from pageforge.geometry import KVGeometry, LayerShape
-from pageforge.probe import cache_argument, geometry_of, geometry_of_config, layer_windows
+from pageforge.probe import (
+    cache_argument,
+    geometry_of,
+    geometry_of_config,
+    layer_windows,
+    learned_positions,
+)
 
 CPU = torch.device("cpu")
 
@@ -76,7 +82,7 @@ def test_windows_are_those_of_transformers(name: str) -> None:
 
 
 def test_the_dtype_and_the_pad_token_of_a_real_model() -> None:
-    """GPT-2 with a pad token: transformers would look for it among the tokens, which have no values."""
+    """With a pad token, transformers would look for it among tokens that have no values."""
     config = CONFIGS["gpt2"]()
     for config.pad_token_id in (None, 0, 5):
         model = make(config).to(torch.bfloat16)
@@ -162,6 +168,37 @@ def test_a_model_that_shares_keys_and_values_between_layers() -> None:
     assert groups_of(geometry) == [((0,), 2, 8, 8, WINDOW), ((1,), 2, 8, 8, None)]
 
 
+def test_a_model_that_listens() -> None:
+    """Whisper's decoder stores K/V of what it says; the probe needs no sound for that."""
+    config = transformers.WhisperConfig(
+        vocab_size=50,
+        d_model=32,
+        encoder_layers=3,
+        decoder_layers=2,
+        encoder_attention_heads=4,
+        decoder_attention_heads=2,
+        encoder_ffn_dim=16,
+        decoder_ffn_dim=16,
+        pad_token_id=0,
+        decoder_start_token_id=1,
+    )
+    expected = [((0, 1), 2, 16, 16, None)]
+    assert groups_of(geometry_of_config(config, 8, torch.float32, CPU)) == expected
+    model = transformers.WhisperForConditionalGeneration(config)
+    assert groups_of(geometry_of(model, 8)) == expected
+
+
+def test_a_decoder_with_fewer_layers_than_the_encoder() -> None:
+    config = CONFIGS["t5"]()
+    config.num_decoder_layers = 1
+    assert groups_of(geometry_of_config(config, 8, torch.float32, CPU)) == [((0,), 4, 8, 8, None)]
+    config = CONFIGS["bart"]()
+    config.encoder_layers, config.decoder_layers = 1, 3
+    assert groups_of(geometry_of_config(config, 8, torch.float32, CPU)) == [
+        ((0, 1, 2), 4, 8, 8, None)
+    ]
+
+
 # --- models that are more than a plain model ------------------------------------------------
 
 
@@ -195,7 +232,10 @@ def test_layers_on_other_devices() -> None:
     attention.to("meta")
     attention._hf_hook = SimpleNamespace(execution_device="cuda:1")
     geometry = geometry_of(model, 8)
-    assert [(g.layers, g.shape.device) for g in geometry.groups] == [((0,), "cpu"), ((1,), "cuda:1")]
+    assert [(g.layers, g.shape.device) for g in geometry.groups] == [
+        ((0,), "cpu"),
+        ((1,), "cuda:1"),
+    ]
 
 
 # --- what is refused ------------------------------------------------------------------------
@@ -209,7 +249,7 @@ def test_a_model_that_is_not_transformers_own(what: torch.nn.Module) -> None:
 
 def test_a_model_without_attention() -> None:
     config = MambaConfig(hidden_size=16, num_hidden_layers=1, vocab_size=50)
-    with pytest.raises(UnsupportedModel, match="mamba.*nothing to page"):
+    with pytest.raises(UnsupportedModel, match=r"mamba.*nothing to page"):
         geometry_of_config(config, 8, torch.float32, CPU)
 
 
@@ -230,7 +270,7 @@ def test_a_config_of_no_model_at_all() -> None:
         model_type = "made_up"
         num_hidden_layers = 2
 
-    with pytest.raises(UnsupportedModel, match="made_up.*for_model"):
+    with pytest.raises(UnsupportedModel, match=r"made_up.*for_model"):
         geometry_of_config(Config(), 8, torch.float32, CPU)
 
 
@@ -254,3 +294,10 @@ def test_the_name_of_the_cache_argument() -> None:
     with torch.no_grad():
         tiny("llama")(torch.ones(1, 4, dtype=torch.long), **{name: cache})
     assert cache.get_seq_length() == 4
+
+
+@pytest.mark.parametrize("name", ["gpt2", "opt", "bart", "llama", "bloom"])
+def test_learned_positions_are_those_that_the_model_can_look_up(name: str) -> None:
+    model = tiny(name)
+    learned = name in ("gpt2", "opt", "bart")
+    assert learned_positions(model) == (model.config.max_position_embeddings if learned else None)

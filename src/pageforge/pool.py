@@ -581,32 +581,23 @@ class PagePool:
                 except DeviceMemoryError as error:
                     if not last:
                         raise
-                    supply = self._plan_within(index, missing, evictions[index], needed, error)
+                    opened = tuple(chunk for owner, chunk in mapped if owner == index)
+                    rest = missing - _open_free(group.allocator)
+                    rest -= sum(len(group.allocator.chunk_pages(chunk)) for chunk in opened)
+                    lacking = rest - (group.allocator.num_cached - evictions[index])
+                    if lacking > 0:
+                        raise OutOfPages(
+                            sum(needed),
+                            sum(needed) - lacking,
+                            f"the device has no memory left to map ({error})",
+                        ) from error
+                    supply = Supply(opened, rest)
                 supplies.append(Supply(supply.chunks, supply.evictions + evictions[index]))
         except BaseException:
             for index, chunk in mapped:
                 self._retired[index, chunk] = self._record_events(self._groups[index].device)
             raise
         return supplies
-
-    def _plan_within(
-        self,
-        index: int,
-        missing: int,
-        evictions: int,
-        needed: Sequence[int],
-        error: DeviceMemoryError,
-    ) -> Supply:
-        """A plan for a group whose device has no memory left, from its open chunks alone."""
-        allocator = self._groups[index].allocator
-        room = _open_free(allocator) + allocator.num_cached - evictions
-        if missing > room:
-            raise OutOfPages(
-                sum(needed),
-                sum(needed) - (missing - room),
-                f"the device has no memory left to map ({error})",
-            ) from error
-        return allocator.plan(missing, may_open=False)
 
     def _map(self, index: int, chunks: Sequence[int], mapped: list[tuple[int, int]]) -> None:
         """Put memory behind `chunks`, and note them in `mapped`. Raises DeviceMemoryError."""

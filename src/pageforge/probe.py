@@ -89,6 +89,21 @@ def cache_argument(model: torch.nn.Module) -> str:
     return "cache" if "cache" in inspect.signature(model.forward).parameters else "past_key_values"
 
 
+def learned_positions(model: torch.nn.Module) -> int | None:
+    """Positions in the model's learned position table; None where positions are computed.
+
+    Past the table's end the lookup fails, on CUDA for the whole process. transformers calls such
+    tables `wpe` (GPT-2), `embed_positions` (OPT, BART) or `position_embeddings`.
+    """
+    for name, module in model.named_modules():
+        leaf = name.rpartition(".")[2]
+        if leaf in ("wpe", "embed_positions", "position_embeddings") and isinstance(
+            module, torch.nn.Embedding
+        ):
+            return int(module.num_embeddings - getattr(module, "offset", 0))
+    return None
+
+
 class _Recorder(DynamicCache):
     """A cache that notes what each layer hands to it."""
 
@@ -133,23 +148,26 @@ def _run(
     """Run two tokens. Some models look at values (MoE routing): then the layers until there."""
     recorder = _Recorder(twin.config)
     _avoid_values(twin)
-    tokens = torch.zeros(1, 2, dtype=torch.long, device="meta")
-    arguments: dict[str, Any] = {"use_cache": True}
-    if twin.config.is_encoder_decoder:
-        # The decoder stores K/V, whatever the encoder listens to.
-        encoded = torch.zeros(1, 2, twin.config.hidden_size, dtype=twin.dtype, device="meta")
-        arguments["encoder_outputs"] = BaseModelOutput(last_hidden_state=encoded)
-        arguments["decoder_input_ids"] = tokens
-        arguments[cache_argument(twin)] = EncoderDecoderCache(recorder, DynamicCache())
-    else:
-        arguments["input_ids"] = tokens
-        arguments[cache_argument(twin)] = recorder
     try:
         with torch.no_grad():
-            twin.eval()(**arguments)
+            twin.eval()(**_arguments(twin, recorder), use_cache=True)
     except Exception as error:  # whatever a model does on the meta device: the caller decides
         return recorder.seen, error
     return recorder.seen, None
+
+
+def _arguments(twin: PreTrainedModel, recorder: _Recorder) -> dict[str, Any]:
+    tokens = torch.zeros(1, 2, dtype=torch.long, device="meta")
+    if not twin.config.is_encoder_decoder:
+        return {"input_ids": tokens, cache_argument(twin): recorder}
+    # The decoder stores K/V; whatever the encoder takes (text, sound), it is left out.
+    width = getattr(twin.config, "encoder", twin.config).hidden_size
+    encoded = torch.zeros(1, 2, width, dtype=twin.dtype, device="meta")
+    return {
+        "decoder_input_ids": tokens,
+        "encoder_outputs": BaseModelOutput(last_hidden_state=encoded),
+        cache_argument(twin): EncoderDecoderCache(recorder, DynamicCache()),
+    }
 
 
 def _avoid_values(twin: PreTrainedModel) -> None:

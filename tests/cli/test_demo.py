@@ -156,7 +156,7 @@ def test_a_frame_fits_the_screen(width: int, height: int, num_members: int) -> N
 def test_how_far_a_page_is_filled(filled: float, text: str) -> None:
     frame = frame_of(26)
     grid = Grid("", 90, {1: Cell(0, "A", 1, filled)})
-    lines = draw(replace(frame, grids=(grid,)), 80, 14)
+    lines = draw(replace(frame, grids=(grid,)), 80, 16)
     assert lines[2].startswith(f"│  {text} ·")
 
 

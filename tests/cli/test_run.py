@@ -3,12 +3,13 @@ from __future__ import annotations
 import json
 import signal
 import subprocess
+from pathlib import Path
 
 import pytest
 import torch
 from tests.cli.conftest import said, spawn
 from tests.hf.real_text import prompts as real_prompts
-from transformers import DynamicCache
+from transformers import AutoTokenizer, DynamicCache, GPT2Config, GPT2LMHeadModel
 
 from pageforge.cli import run
 from pageforge.cli.output import printable
@@ -140,6 +141,21 @@ def test_bad_input(invoke, tiny: str, arguments: list[str], code: int, message: 
     assert done.exit_code == code
     assert message in said(done.stderr)
     assert "Traceback" not in done.stderr
+
+
+def test_past_a_learned_position_table(invoke, tiny: str, tmp_path: Path) -> None:
+    AutoTokenizer.from_pretrained(tiny).save_pretrained(tmp_path)
+    config = GPT2Config(
+        vocab_size=257, n_embd=8, n_layer=1, n_head=1, n_positions=16, eos_token_id=0
+    )
+    GPT2LMHeadModel(config).save_pretrained(tmp_path)
+    fits = invoke("run", "a" * 9, "-m", str(tmp_path), "-n", "8", "--raw", "--json")
+    assert fits.exit_code == 0, fits.stderr  # the 17th token is never fed back
+    done = invoke("run", "a" * 9, "-m", str(tmp_path), "-n", "9", "--raw")
+    assert done.exit_code == 1
+    assert "expected at most 17, for the model's 16 learned positions, got 9 + 9" in said(
+        done.stderr
+    )
 
 
 def test_cuda_where_there_is_none(invoke, tiny: str, monkeypatch: pytest.MonkeyPatch) -> None:

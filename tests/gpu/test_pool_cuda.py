@@ -5,8 +5,8 @@ Run by hand, in one process: `pytest -o addopts="" --import-mode=importlib -m gp
 
 from __future__ import annotations
 
+import contextlib
 import gc
-import itertools
 import random
 import subprocess
 import sys
@@ -22,7 +22,7 @@ from torch import Tensor
 
 from pageforge import KVGeometry, LayerShape, PagePool, PageTable, ops
 from pageforge.errors import OutOfPages
-from pageforge.store import VirtualMemoryStore, backend_of
+from pageforge.store import DeviceMemoryError, VirtualMemoryStore, backend_of
 
 pytestmark = pytest.mark.gpu
 
@@ -129,7 +129,9 @@ def test_the_driver_sees_memory_come_and_go() -> None:
         assert stats.bytes_in_use <= stats.bytes_mapped <= stats.bytes_in_use * 33 / 32 + 4 * MIB
         assert abs(not_torchs() - before - stats.bytes_mapped) <= 32 * MIB
     region(pool, tables[0]).fill_(1)
+    torch.cuda.synchronize()
     pool.release(tables[1:])
+    torch.cuda.synchronize()
     stats = pool.stats()
     assert stats.bytes_mapped == touched_granules(pool)
     assert stats.bytes_mapped <= stats.bytes_in_use * 33 / 32 + WATERMARK + 4 * MIB
@@ -160,7 +162,8 @@ def test_memory_follows_32_growing_sequences() -> None:
     assert max(map(abs, differences)) <= 16 * MIB, differences  # what the driver says beside it
 
 
-def test_random_steps() -> None:
+def test_random_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(PagePool._shrink, "__defaults__", (4 * GRANULE, None))
     for seed in range(3):
         geometry = two_groups("cuda", scale=512)  # pages of 640 and 320 KiB
         pool = PagePool(geometry, max_memory=40 * 655_360)
@@ -171,7 +174,7 @@ def test_random_steps() -> None:
             for index, group in enumerate(stats.groups):
                 assert group.bytes_mapped >= touched_granules(pool, index)
 
-        model.run(random_steps(random.Random(seed), 150), after)
+        model.run(random_steps(random.Random(seed), 200), after)
         assert model.outs
         model.end()
         pool.drop_prefix_cache()
@@ -192,8 +195,8 @@ def test_page_0_is_zero_whatever_lay_there() -> None:
 
 
 def test_more_addresses_than_there_are() -> None:
-    with pytest.raises(OutOfPages, match="refuses to reserve that much"):
-        make_pool(1 << 60)
+    with pytest.raises(DeviceMemoryError, match="cuMemAddressReserve"):
+        VirtualMemoryStore(1 << 60, CUDA)
     claim(make_pool(), 10)
 
 
@@ -216,19 +219,17 @@ def test_page_ids_past_every_limit_of_32_bits() -> None:
         key, value = (torch.randn(len(ids), 8, 128, device="cuda").half() for _ in range(2))
         ops.write_kv(key, value, key_pages, value_pages, slots)
         rows = torch.tensor(ids, dtype=torch.int32, device="cuda")[:, None]
-        for got, want in zip(
-            ops.gather_kv(key_pages, value_pages, rows), (key, value), strict=True
-        ):
+        dense = ops.gather_kv(key_pages, value_pages, rows)
+        for got, want in zip(dense, (key, value), strict=True):
             for row, page in enumerate(ids):
                 assert torch.equal(got[row, :, page % 256], want[row])
                 assert int((~got[row].isnan()).sum()) == want[row].numel()
     written = sum(int((~pool.pages(0)[page].isnan()).sum()) for page in range(4201))
     assert written == len(ids) * 2 * 2 * 8 * 128
-    source, target = (
-        torch.tensor(side, device="cuda") for side in (ids, range(100, 100 + len(ids)))
-    )
+    targets = range(100, 100 + len(ids))
+    source, target = (torch.tensor(side, device="cuda") for side in (ids, targets))
     ops.copy_pages(pool.pages(0), source, target)
-    for page, copied in zip(ids, range(100, 100 + len(ids)), strict=True):
+    for page, copied in zip(ids, targets, strict=True):
         want = pool.pages(0)[page].view(torch.int16)
         assert torch.equal(pool.pages(0)[copied].view(torch.int16), want)
     pool.close()
@@ -344,8 +345,11 @@ def test_a_full_device_gives_out_of_pages_and_the_process_lives_on() -> None:
     region(pool, table).fill_(3)
     hog = fill_device(leave=512 * MIB)
     mapped, used = pool.stats().bytes_mapped, pool.stats().pages_used
-    with pytest.raises(OutOfPages, match=r"no memory left to map \(cuMemCreate: CUDA_ERROR_OUT_OF"):
+    with pytest.raises(
+        OutOfPages, match=r"no memory left to map \(cuMem.*_OUT_OF_MEMORY"
+    ):
         pool.append([table], 4000 * 16)
+    torch.cuda.synchronize()
     stats = pool.stats()
     assert stats.pages_used == used and stats.bytes_mapped <= mapped + GRANULE
     pool.check_invariants([table])
@@ -369,9 +373,9 @@ def test_cached_pages_give_way_on_a_full_device() -> None:
     hog = fill_device(leave=64 * MIB)
     assert pool.stats().pages_cached == 400
     (table,) = claim(pool, 450)
-    assert pool.stats().pages_cached < 400
-    region_ids = torch.tensor(table.pages(), device="cuda")
-    pool.pages(0)[region_ids] = 1
+    assert 0 < pool.stats().pages_cached < 150  # 64 MiB are about 110 pages
+    pool.pages(0)[torch.tensor(table.pages(), device="cuda")] = 1
+    torch.cuda.synchronize()
     pool.check_invariants([table])
     with pytest.raises(OutOfPages):
         pool.append([table], 1000 * 16)
@@ -401,10 +405,15 @@ def test_two_pools_on_a_full_device() -> None:
 
 
 def test_a_pool_can_be_made_when_torch_has_cached_everything() -> None:
-    hog = fill_device(leave=0 * MIB + 1 * MIB)
-    del hog
+    hogs = [fill_device(leave=64 * MIB)]
+    with contextlib.suppress(torch.OutOfMemoryError):
+        while True:
+            hogs.append(torch.empty(MIB, dtype=torch.uint8, device="cuda"))
+    hogs.clear()
+    assert torch.cuda.memory_reserved() > 8 << 30
     pool = make_pool()
     claim(pool, 100)
+    assert torch.cuda.memory_reserved() < 1 << 30
 
 
 def test_torch_may_run_out_beside_the_pool() -> None:
@@ -524,7 +533,7 @@ def test_a_pool_that_is_dropped_gives_everything_back() -> None:
     assert abs(not_torchs() - before) <= 8 * MIB
 
 
-# --- threads, processes, devices --------------------------------------------------------------------
+# --- threads, processes, devices ----------------------------------------------------------------
 
 
 def test_a_new_thread_may_be_the_one_that_maps() -> None:
@@ -583,7 +592,7 @@ def test_threads_with_streams_of_their_own() -> None:
     workers = [threading.Thread(target=work, args=(seed,)) for seed in range(1, 5)]
     for worker in workers:
         worker.start()
-    for _ in itertools.takewhile(lambda _: any(w.is_alive() for w in workers), itertools.count()):
+    while any(worker.is_alive() for worker in workers):
         pool.trim()
         assert pool.stats().bytes_in_use <= pool.stats().bytes_total
     if errors:

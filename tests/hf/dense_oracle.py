@@ -12,9 +12,7 @@ class DenseOracle:
     """All K/V of all layers; what a window hides is cut off when asked for, never forgotten."""
 
     def __init__(self, geometry: KVGeometry, rows: int):
-        self.shapes = {
-            layer: group.shape for group in geometry.groups for layer in group.layers
-        }
+        self.shapes = {layer: group.shape for group in geometry.groups for layer in group.layers}
         self.keys = {
             layer: torch.zeros(rows, shape.num_kv_heads, 0, shape.key_dim)
             for layer, shape in self.shapes.items()

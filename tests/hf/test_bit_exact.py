@@ -1,12 +1,13 @@
-"""Logits equal DynamicCache's to the last bit, at full width: GPT-2 124M's and SmolLM2-135M's shape.
+"""Logits equal DynamicCache's to the last bit, for the shapes of GPT-2 124M and SmolLM2-135M.
 
-Weights are random and the vocabulary is cut; K/V depend on neither. A prompt and 50 decode steps with
-given tokens, batch 1, 8 and a left-padded 8, on a pool full of NaN.
+Weights are random and the vocabulary is cut; K/V depend on neither. A prompt and 50 decode steps
+with given tokens, batch 1, 8 and a left-padded 8, on a pool full of NaN.
 """
 
 from __future__ import annotations
 
 import functools
+import itertools
 
 import pytest
 import torch
@@ -25,7 +26,7 @@ PADDED = (21, 20, 17, 16, 5, 4, 1, 9)
 
 DEEP = {"gpt2": 12, "smollm2": 30}
 SHALLOW = 2
-"""Layers. Every combination runs with two; the real depth, five to fifteen times dearer, with some."""
+"""Layers. Every combination runs with two; the real depth, much dearer, with some."""
 
 STD = 0.05
 """Of the weights: at this width attention spreads over the context, and no value saturates."""
@@ -74,7 +75,7 @@ def logits_of(model: PreTrainedModel, batch: str, cache: Cache) -> Tensor:
             use_cache=True,
             **{cache_argument(model): cache},
         ).logits
-        for start, stop in zip(edges, edges[1:], strict=False)
+        for start, stop in itertools.pairwise(edges)
     ]
     return torch.cat(logits, dim=1)
 

@@ -445,7 +445,7 @@ def test_recording_the_past_keeps_all_until_crop(caches) -> None:
 
 
 def test_crop_into_left_padding_after_pages_slid_away() -> None:
-    """Everything real goes; what comes next is real again, also where it shares a page with pads."""
+    """Everything real goes; what comes next is real again, in the page of the last pads too."""
     model = tiny("mistral")
     mask = torch.ones(2, 16, dtype=torch.long)
     mask[0, :12] = 0
@@ -456,7 +456,7 @@ def test_crop_into_left_padding_after_pages_slid_away() -> None:
                 key, value = oracle.new_tokens(layer, tokens)
                 oracle.update(layer, key, value)
                 cache.update(key, value, layer)
-        assert cache._state.batch.tables[0].first_page() > 2
+        assert cache.page_tables[0].first_page() > 2
         with pytest.raises(CropError):
             cache.crop(-97)  # row 1 has no padding: it would need what is gone
         cache.batch_select_indices(torch.tensor([0]))
@@ -735,7 +735,9 @@ def test_from_dynamic_of_another_model(caches) -> None:
     for other in ("gpt2", "gemma3"):
         strange = dynamic_cache(tiny(other))
         with torch.no_grad():
-            tiny(other)(torch.ones(1, 5, dtype=torch.long), **{cache_argument(tiny(other)): strange})
+            tiny(other)(
+                torch.ones(1, 5, dtype=torch.long), **{cache_argument(tiny(other)): strange}
+            )
         with pytest.raises(ShapeError):
             PagedKVCache.from_dynamic(strange, both.pool)
         check_all_back(both.pool)
@@ -772,7 +774,7 @@ def test_save_and_load(name: str, lengths: tuple[int, ...], caches, tmp_path: Pa
     with nan_pool(tiny(name)) as pool:
         loaded = PagedKVCache.load(tmp_path / "cache.safetensors", pool)
         assert pool.stats().pages_used == both.pool.stats().pages_used
-        pool.check_invariants(loaded._state.batch.tables)
+        pool.check_invariants(loaded.page_tables)
         child = both.oracle.copy()
         check_against(loaded, child)
         for tokens in (1, 9):
@@ -995,7 +997,7 @@ def test_a_fork_of_an_empty_cache(caches) -> None:
 @pytest.mark.parametrize("seed", range(6))
 @pytest.mark.parametrize("name", ["llama", "gemma3", "mistral"])
 def test_random_families_of_caches(name: str, seed: int) -> None:
-    """Whatever a family of forks goes through, each cache holds its own tokens and no page leaks."""
+    """Whatever a family of forks goes through, each cache holds its own tokens; no page leaks."""
     draw = torch.Generator().manual_seed(seed)
 
     def number(low: int, high: int) -> int:
@@ -1034,7 +1036,7 @@ def test_random_families_of_caches(name: str, seed: int) -> None:
                 family.pop(at)
             for one, other in family:
                 check_against(one, other)
-            pool.check_invariants([t for one, _ in family for t in one._state.batch.tables])
+            pool.check_invariants([t for one, _ in family for t in one.page_tables])
         for cache, _ in family:
             cache.free()
         check_all_back(pool)
@@ -1299,7 +1301,7 @@ def test_what_hybrid_layers_refuse_changes_nothing(change) -> None:
 
 
 def test_a_recurrent_state_is_never_rolled_back_in_part() -> None:
-    """With `activate_past_recording` transformers' layers would crop, and leave the state behind."""
+    """After `activate_past_recording` transformers' layers would crop all but this state."""
     model = tiny("qwen3_next")
     with nan_pool(model) as pool, PagedKVCache(pool) as cache:
         with torch.no_grad():

@@ -35,9 +35,9 @@ from tests.hf.test_token_parity import (
 from tests.hf.tiny_models import CONFIGS, SLIDING, tiny
 from torch import Tensor
 
-import pageforge.hf.cache_state as cache_state
-import pageforge.pool as pool_module
 from pageforge import PagedKVCache, PagePool, ops
+from pageforge import pool as pool_module
+from pageforge.hf import cache_state
 from pageforge.hf.paged_layer import PagedLayer
 
 
@@ -160,9 +160,7 @@ def test_two_swapped_rows(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("name", ["llama", "gemma3"])
 def test_keys_and_values_swapped(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     real = ops.gather_kv
-    monkeypatch.setattr(
-        ops, "gather_kv", once(3, lambda *args: tuple(reversed(real(*args))), real)
-    )
+    monkeypatch.setattr(ops, "gather_kv", once(3, lambda *args: tuple(reversed(real(*args))), real))
     with pytest.raises(Difference):
         check(name, greedy)
 

@@ -262,9 +262,10 @@ class PoolModel:
                 continue
             ids = torch.tensor([table.pages(group)], dtype=torch.int32, device=key_pages.device)
             key, value = ops.gather_kv(key_pages, value_pages, ids)
-            want = torch.tensor(sequence.tokens[low:], dtype=torch.float32) + layer / 4
+            want = torch.tensor(sequence.tokens[low:], dtype=torch.float32, device=key.device)
+            want += layer / 4
             for states, sign in ((key, 1), (value, -1)):
-                got = states[0, :, low - first * P : length - first * P].cpu()
+                got = states[0, :, low - first * P : length - first * P]
                 assert torch.equal(got, (sign * want)[None, :, None].expand_as(got))
 
     # --- inside -----------------------------------------------------------------------------

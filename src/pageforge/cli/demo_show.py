@@ -11,7 +11,6 @@ from enum import Enum
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from pageforge.cli.internals import page_tables
 from pageforge.cli.prompts import encode
 from pageforge.errors import OutOfPages
 from pageforge.hf.cache import PagedKVCache
@@ -81,7 +80,7 @@ class Member:
     @property
     def table(self) -> PageTable | None:
         """Its live page table."""
-        tables = [] if self.cache is None else page_tables(self.cache)
+        tables = [] if self.cache is None else self.cache.page_tables
         return tables[0] if tables else None
 
     @property

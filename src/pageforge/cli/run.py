@@ -28,9 +28,10 @@ from pageforge.cli.models import load, use_threads
 from pageforge.cli.output import bar, facts, print_json, printable, size, stdout
 from pageforge.cli.prompts import encode, pad_left
 from pageforge.cli.settings import resolve
+from pageforge.errors import ShapeError, expected
 from pageforge.hf.cache import PagedKVCache
 from pageforge.pool import PagePool
-from pageforge.probe import cache_argument
+from pageforge.probe import cache_argument, learned_positions
 
 
 def register(app: typer.Typer) -> None:
@@ -224,6 +225,17 @@ def _job(
     temperature: float,
     seed: int,
 ) -> Job:
+    limit, longest = learned_positions(model), max(map(len, rows))
+    # The last token is never fed back, so it needs no position.
+    if limit is not None and longest + max_new_tokens - 1 > limit:
+        raise ShapeError(
+            expected(
+                "prompt and new tokens",
+                f"at most {limit + 1}, for the model's {limit} learned positions",
+                f"{longest} + {max_new_tokens}",
+                "shorten the prompt, or pass a smaller --max-new-tokens",
+            )
+        )
     config: Any = copy.deepcopy(model.generation_config)
     if config.eos_token_id is None:
         config.eos_token_id = tokenizer.eos_token_id

@@ -30,6 +30,7 @@ from pageforge.geometry import PAGE_SIZES
 from pageforge.hf.cache_state import CacheState
 from pageforge.hf.paged_layer import PagedLayer
 from pageforge.hf.pages_file import load_pages, save_pages
+from pageforge.memory import PageTable
 from pageforge.pool import PagePool
 from pageforge.probe import layer_windows
 
@@ -100,6 +101,12 @@ class PagedKVCache(DynamicCache):
                 "then: run the model, or pass a PagePool"
             )
         return self._state.pool
+
+    @property
+    def page_tables(self) -> list[PageTable]:
+        """The live page tables, one a row: which pages hold what. Empty before the first update."""
+        batch = self._state.batch
+        return [] if batch is None else list(batch.tables)
 
     def free(self) -> None:
         """Give every page back. The cache cannot be used any more; freeing twice does nothing."""
