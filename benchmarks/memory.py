@@ -62,7 +62,10 @@ def main() -> None:
         "StaticCache(512)": lambda: StaticCache(config=config, max_cache_len=512),
         "StaticCache(1024)": lambda: StaticCache(config=config, max_cache_len=1024),
     }
-    sizes = {name: grow(make(), options.sequences, device, options.steps) for name, make in caches.items()}
+    sizes = {
+        name: grow(make(), options.sequences, device, options.steps)
+        for name, make in caches.items()
+    }
     print("step  tokens  " + "  ".join(f"{name:>18}" for name in sizes) + "   MB (10^6 bytes)")
     for step in options.steps:
         row = "  ".join(f"{sizes[name][step] / 1e6:18.2f}" for name in sizes)

@@ -220,6 +220,16 @@ def test_copy_on_write_copies_what_the_page_held(pool: PagePool) -> None:
         assert (pool.pages(group)[theirs[1]] == 5.0).all()
 
 
+def test_page_tables_that_are_made_in_inference_mode(pool: PagePool) -> None:
+    """They can be brought up to date outside of it."""
+    with torch.inference_mode():
+        batch = SequenceBatch(pool, [0, 0])
+        batch.append(12)
+        batch.select([1, 0])
+        page_table, _ = batch.page_table(0, 0, 12)
+    assert not page_table.is_inference()
+
+
 def test_release_is_for_good(pool: PagePool) -> None:
     batch = SequenceBatch(pool, [0])
     batch.append(12)

@@ -576,9 +576,10 @@ def test_idle_memory_that_the_call_itself_needs_is_not_given_back(driver: FakeDr
     pool.release(idle)
     assert driver.mapped == 3 * G and numbers(pool.stats())[:2] == (3, 4)
     driver.capacity = driver.physical
+    calls = driver.calls["cuMemUnmap"]
     pool.append(tables, 7 * 8)
     assert numbers(pool.stats())[:2] == (10, 1)
-    assert driver.mapped == 3 * G
+    assert driver.mapped == 3 * G and driver.calls["cuMemUnmap"] == calls
     with pytest.raises(OutOfPages) as error:
         pool.append(tables, 2 * 8)
     assert (error.value.needed, error.value.available) == (2, 1)

@@ -149,5 +149,6 @@ class _PageTableMirror:
 
     def _set_host(self, host: npt.NDArray[np.int32]) -> None:
         self.host = host
-        # On the CPU this shares the host's memory, and needs no further copies.
-        self.device_table = torch.from_numpy(host).to(self.device)
+        with torch.inference_mode(False):  # else it could only be written to in that mode
+            # On the CPU this shares the host's memory, and needs no further copies.
+            self.device_table = torch.from_numpy(host).to(self.device)

@@ -345,9 +345,7 @@ def test_a_full_device_gives_out_of_pages_and_the_process_lives_on() -> None:
     region(pool, table).fill_(3)
     hog = fill_device(leave=512 * MIB)
     mapped, used = pool.stats().bytes_mapped, pool.stats().pages_used
-    with pytest.raises(
-        OutOfPages, match=r"no memory left to map \(cuMem.*_OUT_OF_MEMORY"
-    ):
+    with pytest.raises(OutOfPages, match=r"no memory left to map \(cuMem.*_OUT_OF_MEMORY"):
         pool.append([table], 4000 * 16)
     torch.cuda.synchronize()
     stats = pool.stats()
@@ -592,9 +590,11 @@ def test_threads_with_streams_of_their_own() -> None:
     workers = [threading.Thread(target=work, args=(seed,)) for seed in range(1, 5)]
     for worker in workers:
         worker.start()
-    while any(worker.is_alive() for worker in workers):
-        pool.trim()
-        assert pool.stats().bytes_in_use <= pool.stats().bytes_total
+    for worker in workers:
+        while worker.is_alive():
+            pool.trim()
+            assert pool.stats().bytes_in_use <= pool.stats().bytes_total
+            worker.join(0.01)  # a loop without a pause would keep the lock from the others
     if errors:
         raise errors[0]
     prompt.check_contents(shared)

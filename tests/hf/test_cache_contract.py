@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import copy
 import gc
+import pickle
 import weakref
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -106,11 +109,15 @@ def check_against(cache: PagedKVCache, oracle: DenseOracle) -> None:
             assert torch.equal(cache.layers[layer].values, value)
 
 
+Make = Callable[..., Caches]
+
+
 @pytest.fixture
-def caches(request):
+def caches() -> Iterator[Make]:
+    """`caches(name, rows, page_size)` makes Caches, and frees them in the end."""
     made: list[Caches] = []
 
-    def make(*args, **kwargs) -> Caches:
+    def make(*args: Any, **kwargs: Any) -> Caches:
         made.append(Caches(*args, **kwargs))
         return made[-1]
 
@@ -123,7 +130,7 @@ def caches(request):
 
 
 @pytest.mark.parametrize("name", KINDS)
-def test_update_returns_what_transformers_returns(name: str, caches) -> None:
+def test_update_returns_what_transformers_returns(name: str, caches: Make) -> None:
     both = caches(name)
     for tokens in (5, 1, 1, 1, 9, 1, 20, 1, 2):
         both.update(tokens)
@@ -132,7 +139,7 @@ def test_update_returns_what_transformers_returns(name: str, caches) -> None:
 
 
 @pytest.mark.parametrize("name", KINDS)
-def test_what_transformers_asks_of_a_cache(name: str, caches) -> None:
+def test_what_transformers_asks_of_a_cache(name: str, caches: Make) -> None:
     both = caches(name)
     for _ in range(2):
         paged, stock = both.paged, both.stock
@@ -151,7 +158,7 @@ def test_what_transformers_asks_of_a_cache(name: str, caches) -> None:
     assert repr(paged).startswith("PagedKVCache")
 
 
-def test_what_update_returned_stays_as_it_was(caches) -> None:
+def test_what_update_returned_stays_as_it_was(caches: Make) -> None:
     """Fresh tensors every time: a model may keep them."""
     both = caches("llama")
     both.update(7)
@@ -167,7 +174,7 @@ def test_what_update_returned_stays_as_it_was(caches) -> None:
         assert torch.equal(tensor, was)
 
 
-def test_the_new_keys_are_taken_as_they_are_at_the_time(caches) -> None:
+def test_the_new_keys_are_taken_as_they_are_at_the_time(caches: Make) -> None:
     """A model may change its own K/V after `update`, in the first forward too."""
     both = caches("llama", rows=1)
     key, value = both.oracle.new_tokens(0, 4)
@@ -179,7 +186,7 @@ def test_the_new_keys_are_taken_as_they_are_at_the_time(caches) -> None:
 
 
 @pytest.mark.parametrize("name", KINDS)
-def test_an_update_of_no_tokens(name: str, caches) -> None:
+def test_an_update_of_no_tokens(name: str, caches: Make) -> None:
     both = caches(name)
     for tokens in (0, 9, 0, 1):
         both.update(tokens)
@@ -280,7 +287,7 @@ def by_crop(both: Caches, length: int) -> None:
 @pytest.mark.parametrize("around", [-1, 0, 1])
 @pytest.mark.parametrize("page_size", [8, 16, 32, 128])
 @pytest.mark.parametrize("way", [by_prefill, by_decode, by_chunks, by_crop])
-def test_lengths_around_page_boundaries(way, page_size: int, around: int, caches) -> None:
+def test_lengths_around_page_boundaries(way, page_size: int, around: int, caches: Make) -> None:
     for count in (1, 2):
         both = caches("llama", rows=2, page_size=page_size)
         length = count * page_size + around
@@ -319,7 +326,7 @@ def test_left_padding_around_page_boundaries(start: int, around: int) -> None:
 @pytest.mark.parametrize("as_tensor", [False, True])
 @pytest.mark.parametrize("removed", [0, 1, 4, 6, 7, 8, 50])
 @pytest.mark.parametrize("name", ["gpt2", "llama", "deepseek_v3"])
-def test_crop(name: str, removed: int, as_tensor: bool, caches) -> None:
+def test_crop(name: str, removed: int, as_tensor: bool, caches: Make) -> None:
     """Assisted decoding of 5.17 passes a 0-d tensor, later versions an int."""
     both = caches(name)
     both.update(7)
@@ -346,7 +353,7 @@ def update_paged(cache: PagedKVCache, oracle: DenseOracle, tokens: int) -> None:
 
 
 @pytest.mark.parametrize("length", [1, 3, 7, 8, 30])
-def test_crop_to_a_length(length: int, caches) -> None:
+def test_crop_to_a_length(length: int, caches: Make) -> None:
     """A positive number: "keep so many" in 5.17, an error later."""
     both = caches("llama")
     both.update(7)
@@ -367,7 +374,7 @@ def test_crop_to_a_length(length: int, caches) -> None:
 @pytest.mark.parametrize("length", [5, 7, 8, 9, 25, 60])
 @pytest.mark.parametrize("removed", [0, 1, 4])
 def test_crop_of_sliding_layers_as_in_assisted_decoding(
-    name: str, length: int, removed: int, caches
+    name: str, length: int, removed: int, caches: Make
 ) -> None:
     both = caches(name)
     both.update(length)
@@ -382,7 +389,7 @@ def test_crop_of_sliding_layers_as_in_assisted_decoding(
 
 
 @pytest.mark.parametrize("name", SLIDING)
-def test_crop_of_sliding_layers_within_the_margin(name: str, caches) -> None:
+def test_crop_of_sliding_layers_within_the_margin(name: str, caches: Make) -> None:
     """Where transformers refuses: ROLLBACK tokens behind the window are still there."""
     both = caches(name)
     both.update(100)
@@ -396,7 +403,7 @@ def test_crop_of_sliding_layers_within_the_margin(name: str, caches) -> None:
 
 
 @pytest.mark.parametrize("name", SLIDING)
-def test_crop_of_sliding_layers_past_the_margin(name: str, caches) -> None:
+def test_crop_of_sliding_layers_past_the_margin(name: str, caches: Make) -> None:
     both = caches(name)
     for _ in range(4):
         both.update(50)
@@ -412,7 +419,7 @@ def test_crop_of_sliding_layers_past_the_margin(name: str, caches) -> None:
 
 
 @pytest.mark.parametrize("name", SLIDING)
-def test_pages_behind_window_and_margin_are_given_back(name: str, caches) -> None:
+def test_pages_behind_window_and_margin_are_given_back(name: str, caches: Make) -> None:
     both = caches(name, rows=2)
     for _ in range(30):
         both.update(10)
@@ -426,7 +433,7 @@ def test_pages_behind_window_and_margin_are_given_back(name: str, caches) -> Non
                 assert held * 8 >= min(both.oracle.length, WINDOW + ROLLBACK)
 
 
-def test_recording_the_past_keeps_all_until_crop(caches) -> None:
+def test_recording_the_past_keeps_all_until_crop(caches: Make) -> None:
     both = caches("mistral", rows=1)
     both.update(90)
     both.paged.activate_past_recording()
@@ -478,7 +485,7 @@ def test_crop_into_left_padding_after_pages_slid_away() -> None:
 
 
 @pytest.mark.parametrize("name", KINDS)
-def test_reorder_cache(name: str, caches) -> None:
+def test_reorder_cache(name: str, caches: Make) -> None:
     both = caches(name, rows=4)
     both.update(10)
     for rows in ([3, 2, 1, 0], [0, 0, 0, 0], [1, 0, 3, 2]):
@@ -492,7 +499,7 @@ def test_reorder_cache(name: str, caches) -> None:
 
 
 @pytest.mark.parametrize("name", KINDS)
-def test_batch_repeat_interleave(name: str, caches) -> None:
+def test_batch_repeat_interleave(name: str, caches: Make) -> None:
     both = caches(name, rows=2)
     both.update(13)
     used = both.pool.stats().pages_used
@@ -517,7 +524,7 @@ def test_batch_repeat_interleave(name: str, caches) -> None:
     ids=str,
 )
 @pytest.mark.parametrize("name", KINDS)
-def test_batch_select_indices(name: str, indices: Tensor, caches) -> None:
+def test_batch_select_indices(name: str, indices: Tensor, caches: Make) -> None:
     both = caches(name)
     both.update(13)
     both.paged.batch_select_indices(indices)
@@ -537,7 +544,7 @@ def test_batch_select_indices(name: str, indices: Tensor, caches) -> None:
     ],
     ids=["reorder", "select", "select by a mask of another length"],
 )
-def test_rows_that_do_not_exist(change, caches) -> None:
+def test_rows_that_do_not_exist(change, caches: Make) -> None:
     both = caches("llama")
     both.update(13)
     with pytest.raises((ShapeError, IndexError)):
@@ -546,7 +553,7 @@ def test_rows_that_do_not_exist(change, caches) -> None:
     both.update(1)
 
 
-def test_rows_of_an_empty_cache(caches) -> None:
+def test_rows_of_an_empty_cache(caches: Make) -> None:
     """As in transformers, nothing happens before the first tokens."""
     both = caches("llama")
     both.paged.reorder_cache(torch.tensor([1, 0, 2]))
@@ -560,7 +567,7 @@ def test_rows_of_an_empty_cache(caches) -> None:
 
 
 @pytest.mark.parametrize("name", KINDS)
-def test_reset_and_another_batch_size(name: str, caches) -> None:
+def test_reset_and_another_batch_size(name: str, caches: Make) -> None:
     both = caches(name)
     both.update(100)
     both.update(3)
@@ -597,7 +604,7 @@ def update_paged_loosely(cache: PagedKVCache, pool: PagePool, rows: int, tokens:
 
 
 @pytest.mark.parametrize("name", KINDS)
-def test_iteration(name: str, caches) -> None:
+def test_iteration(name: str, caches: Make) -> None:
     both = caches(name)
     for _ in range(3):
         for one, other in zip(both.paged, both.stock, strict=True):
@@ -611,7 +618,7 @@ def test_iteration(name: str, caches) -> None:
 
 
 @pytest.mark.parametrize("name", KINDS)
-def test_offload_hooks_do_no_harm(name: str, caches) -> None:
+def test_offload_hooks_do_no_harm(name: str, caches: Make) -> None:
     both = caches(name)
     for tokens in (0, 9, 1):
         if tokens:
@@ -625,7 +632,7 @@ def test_offload_hooks_do_no_harm(name: str, caches) -> None:
 
 
 @pytest.mark.parametrize("name", KINDS)
-def test_early_initialization(name: str, caches) -> None:
+def test_early_initialization(name: str, caches: Make) -> None:
     both = caches(name)
     for cache in (both.paged, both.stock):
         cache.early_initialization(
@@ -644,7 +651,7 @@ def test_early_initialization(name: str, caches) -> None:
         update_paged(both.paged, both.oracle, 5)
 
 
-def test_early_initialization_does_not_fix_the_batch_size(caches) -> None:
+def test_early_initialization_does_not_fix_the_batch_size(caches: Make) -> None:
     """The rows count from the first tokens on, as in transformers."""
     both = caches("llama", rows=3)
     for cache in (both.paged, both.stock):
@@ -657,7 +664,7 @@ def test_early_initialization_does_not_fix_the_batch_size(caches) -> None:
 
 @pytest.mark.parametrize("name", KINDS)
 @pytest.mark.parametrize("lengths", [(5,), (7, 1), (30, 1), (100, 3)], ids=str)
-def test_to_dynamic(name: str, lengths: tuple[int, ...], caches) -> None:
+def test_to_dynamic(name: str, lengths: tuple[int, ...], caches: Make) -> None:
     both = caches(name)
     for tokens in lengths:
         both.update(tokens)
@@ -704,7 +711,7 @@ def test_to_dynamic_of_a_pool_without_a_model() -> None:
 
 
 @pytest.mark.parametrize("name", KINDS)
-def test_from_dynamic_and_back(name: str, caches) -> None:
+def test_from_dynamic_and_back(name: str, caches: Make) -> None:
     both = caches(name)
     both.update(7)
     taken = PagedKVCache.from_dynamic(both.stock, both.pool)
@@ -720,7 +727,7 @@ def test_from_dynamic_and_back(name: str, caches) -> None:
 
 
 @pytest.mark.parametrize("name", SLIDING)
-def test_from_dynamic_after_its_window_has_moved(name: str, caches) -> None:
+def test_from_dynamic_after_its_window_has_moved(name: str, caches: Make) -> None:
     both = caches(name)
     both.update(30)
     used = both.pool.stats().pages_used
@@ -730,7 +737,7 @@ def test_from_dynamic_after_its_window_has_moved(name: str, caches) -> None:
     both.check()
 
 
-def test_from_dynamic_of_another_model(caches) -> None:
+def test_from_dynamic_of_another_model(caches: Make) -> None:
     both = caches("llama")
     for other in ("gpt2", "gemma3"):
         strange = dynamic_cache(tiny(other))
@@ -766,7 +773,7 @@ def test_generation_goes_on_after_a_conversion(name: str) -> None:
 
 @pytest.mark.parametrize("name", KINDS)
 @pytest.mark.parametrize("lengths", [(7,), (30, 1), (100, 3)], ids=str)
-def test_save_and_load(name: str, lengths: tuple[int, ...], caches, tmp_path: Path) -> None:
+def test_save_and_load(name: str, lengths: tuple[int, ...], caches: Make, tmp_path: Path) -> None:
     both = caches(name)
     for tokens in lengths:
         both.update(tokens)
@@ -787,7 +794,7 @@ def test_save_and_load(name: str, lengths: tuple[int, ...], caches, tmp_path: Pa
     both.check()
 
 
-def test_shared_pages_stay_shared_in_a_file(caches, tmp_path: Path) -> None:
+def test_shared_pages_stay_shared_in_a_file(caches: Make, tmp_path: Path) -> None:
     both = caches("gemma3", rows=1)
     both.update(40)
     both.paged.batch_repeat_interleave(4)
@@ -841,7 +848,7 @@ def test_files_that_are_not_ours(tmp_path: Path) -> None:
         check_all_back(pool)
 
 
-def test_files_of_another_geometry(caches, tmp_path: Path) -> None:
+def test_files_of_another_geometry(caches: Make, tmp_path: Path) -> None:
     both = caches("llama")
     both.update(20)
     file = tmp_path / "cache.safetensors"
@@ -853,7 +860,7 @@ def test_files_of_another_geometry(caches, tmp_path: Path) -> None:
             check_all_back(pool)
 
 
-def test_damaged_files(caches, tmp_path: Path) -> None:
+def test_damaged_files(caches: Make, tmp_path: Path) -> None:
     """Cut off, or with page tables that do not fit the pages: refused, and nothing is kept."""
     both = caches("llama")
     both.update(20)
@@ -882,7 +889,7 @@ def test_damaged_files(caches, tmp_path: Path) -> None:
             check_against(loaded, both.oracle)
 
 
-def test_a_file_for_which_the_pool_has_no_room(caches, tmp_path: Path) -> None:
+def test_a_file_for_which_the_pool_has_no_room(caches: Make, tmp_path: Path) -> None:
     both = caches("llama")
     both.update(20)
     both.paged.save(tmp_path / "cache.safetensors")
@@ -893,7 +900,7 @@ def test_a_file_for_which_the_pool_has_no_room(caches, tmp_path: Path) -> None:
         check_all_back(pool)
 
 
-def test_an_empty_cache_is_not_saved(caches, tmp_path: Path) -> None:
+def test_an_empty_cache_is_not_saved(caches: Make, tmp_path: Path) -> None:
     both = caches("llama")
     with pytest.raises(GeometryError, match="empty"):
         both.paged.save(tmp_path / "cache.safetensors")
@@ -913,7 +920,7 @@ WAYS_TO_FORK = {
 @pytest.mark.parametrize("name", KINDS)
 @pytest.mark.parametrize("length", [15, 16, 17, 110])
 def test_a_fork_and_its_original_do_not_disturb_each_other(
-    name: str, way: str, length: int, caches
+    name: str, way: str, length: int, caches: Make
 ) -> None:
     both = caches(name, rows=2)
     both.update(length)
@@ -942,7 +949,7 @@ def test_a_fork_and_its_original_do_not_disturb_each_other(
     both.update(1)
 
 
-def test_a_fork_outlives_its_original(caches) -> None:
+def test_a_fork_outlives_its_original(caches: Make) -> None:
     both = caches("llama")
     both.update(13)
     forks = both.paged.fork(2)
@@ -954,7 +961,7 @@ def test_a_fork_outlives_its_original(caches) -> None:
     check_all_back(both.pool)
 
 
-def test_a_fork_that_nobody_writes_to_costs_nothing(caches) -> None:
+def test_a_fork_that_nobody_writes_to_costs_nothing(caches: Make) -> None:
     both = caches("llama")
     both.update(13)
     forks = both.paged.fork(20)
@@ -966,7 +973,7 @@ def test_a_fork_that_nobody_writes_to_costs_nothing(caches) -> None:
     both.check()
 
 
-def test_a_deepcopy_inside_other_objects(caches) -> None:
+def test_a_deepcopy_inside_other_objects(caches: Make) -> None:
     both = caches("llama")
     both.update(13)
     twice = copy.deepcopy({"a": both.paged, "b": [both.paged]})
@@ -977,14 +984,14 @@ def test_a_deepcopy_inside_other_objects(caches) -> None:
 
 
 @pytest.mark.parametrize("n", [0, -1])
-def test_fork_zero_times(n: int, caches) -> None:
+def test_fork_zero_times(n: int, caches: Make) -> None:
     both = caches("llama")
     both.update(3)
     with pytest.raises(ShapeError, match="at least 1"):
         both.paged.fork(n)
 
 
-def test_a_fork_of_an_empty_cache(caches) -> None:
+def test_a_fork_of_an_empty_cache(caches: Make) -> None:
     both = caches("llama")
     fork = copy.deepcopy(both.paged)
     both.update(3)
@@ -1045,7 +1052,7 @@ def test_random_families_of_caches(name: str, seed: int) -> None:
 # --- lifetime -------------------------------------------------------------------------------
 
 
-def test_freeing_twice(caches) -> None:
+def test_freeing_twice(caches: Make) -> None:
     both = caches("llama")
     both.update(13)
     fork = both.paged.fork()[0]
@@ -1083,7 +1090,7 @@ def test_freeing_twice(caches) -> None:
         "save",
     ],
 )
-def test_use_after_free(use, caches, tmp_path: Path) -> None:
+def test_use_after_free(use, caches: Make, tmp_path: Path) -> None:
     both = caches("llama")
     both.update(13)
     both.paged.free()
@@ -1105,7 +1112,7 @@ def test_a_freed_cache_in_generate() -> None:
         check_all_back(pool)
 
 
-def test_the_end_of_a_with_block(caches) -> None:
+def test_the_end_of_a_with_block(caches: Make) -> None:
     both = caches("llama")
     with pytest.raises(KeyError), both.paged as cache:
         assert cache is both.paged
@@ -1114,7 +1121,7 @@ def test_the_end_of_a_with_block(caches) -> None:
     check_all_back(both.pool)
 
 
-def test_a_forgotten_cache(caches) -> None:
+def test_a_forgotten_cache(caches: Make) -> None:
     both = caches("llama")
     cache = PagedKVCache(both.pool)
     update_paged(cache, DenseOracle(both.pool.geometry, 2), 13)
@@ -1123,7 +1130,7 @@ def test_a_forgotten_cache(caches) -> None:
     check_all_back(both.pool)
 
 
-def test_a_forgotten_cache_in_a_circle(caches) -> None:
+def test_a_forgotten_cache_in_a_circle(caches: Make) -> None:
     both = caches("llama")
     cache = PagedKVCache(both.pool)
     update_paged(cache, DenseOracle(both.pool.geometry, 2), 13)
@@ -1137,7 +1144,7 @@ def test_a_forgotten_cache_in_a_circle(caches) -> None:
     check_all_back(both.pool)
 
 
-def test_what_a_forgotten_cache_shared_stays(caches) -> None:
+def test_what_a_forgotten_cache_shared_stays(caches: Make) -> None:
     both = caches("llama")
     both.update(13)
     fork = both.paged.fork()[0]
@@ -1181,9 +1188,7 @@ def test_a_cache_on_its_own_pool_takes_it_along() -> None:
     assert pool() is None
 
 
-def test_pickling_is_refused(caches) -> None:
-    import pickle
-
+def test_pickling_is_refused(caches: Make) -> None:
     both = caches("llama")
     with pytest.raises(TypeError, match=r"cache\.save"):
         pickle.dumps(both.paged)
@@ -1206,7 +1211,7 @@ def test_a_closed_pool() -> None:
 
 
 @pytest.mark.parametrize("first", [True, False])
-def test_a_forward_that_broke_off(first: bool, caches) -> None:
+def test_a_forward_that_broke_off(first: bool, caches: Make) -> None:
     """Layers hold different numbers of tokens: said at once, and mended by crop or reset."""
     both = caches("gemma3")
     if not first:
@@ -1228,7 +1233,7 @@ def test_a_forward_that_broke_off(first: bool, caches) -> None:
         fork.free()
 
 
-def test_crop_that_leaves_a_broken_forward_standing(caches) -> None:
+def test_crop_that_leaves_a_broken_forward_standing(caches: Make) -> None:
     both = caches("gemma3")
     both.update(10)
     both.paged.update(*both.oracle.new_tokens(0, 4), 0)

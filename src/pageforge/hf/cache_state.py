@@ -76,6 +76,7 @@ class CacheState:
         """Dense K and V `[S, Hkv, stop - start, D]` of positions `start` to `stop - 1`."""
         assert self.pool is not None and self.batch is not None
         group, key_pages, value_pages = self.pool.layer(layer)
+        self.pool.use_stream(key_pages.device)
         page_table, first = self.batch.page_table(group, start, stop)
         key, value = ops.gather_kv(key_pages, value_pages, page_table)
         return key[:, :, start - first : stop - first], value[:, :, start - first : stop - first]

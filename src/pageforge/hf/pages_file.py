@@ -35,6 +35,7 @@ def save_pages(
         position = {page: index for index, page in enumerate(unique)}
         for row, ids in zip(rows, pages, strict=True):
             row.append([position[page] for page in ids])
+        pool.use_stream(pool.pages(group).device)
         index = torch.tensor(unique, dtype=torch.long, device=pool.pages(group).device)
         tensors[f"pages.{group}"] = pool.pages(group).index_select(0, index).cpu()
     metadata = {

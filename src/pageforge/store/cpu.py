@@ -61,7 +61,8 @@ class MmapStore:
             first = ceil_div(start, mmap.PAGESIZE) * mmap.PAGESIZE
             last = stop // mmap.PAGESIZE * mmap.PAGESIZE
             if first < last:
-                self._advise(mmap.MADV_DONTNEED, first, last - first)
+                with contextlib.suppress(OSError):  # locked memory (mlockall) stays
+                    self._advise(mmap.MADV_DONTNEED, first, last - first)
 
     def bytes_mapped(self, high_water: int) -> int:
         # A huge page at the edge reaches further than what was used of it.
