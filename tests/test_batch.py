@@ -9,6 +9,7 @@ import torch
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
+from pageforge import ops
 from pageforge.batch import SequenceBatch
 from pageforge.errors import CropError, OutOfPages, UseAfterFree
 from pageforge.geometry import KVGeometry, LayerShape, pages_for
@@ -345,3 +346,46 @@ class Batches(RuleBasedStateMachine):
 
 
 TestBatches = Batches.TestCase
+
+
+def test_an_append_that_fails_half_way_is_mended_by_the_next_read(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    geometry = KVGeometry.uniform(1, 1, 4, dtype="float32", page_size=8)
+    with PagePool(geometry, max_pages=16) as pool:
+        batch = SequenceBatch(pool, [0, 0])
+        batch.append(5)
+        _, key_pages, value_pages = pool.layer(0)
+        rows = torch.arange(10.0).view(10, 1, 1).expand(10, 1, 4)
+        ops.write_kv(rows, rows, key_pages, value_pages, batch.slot_mapping(0, 0, 5))
+        fork = batch.fork()
+
+        def fail(*args: object) -> None:
+            raise torch.cuda.OutOfMemoryError("planted")
+
+        with monkeypatch.context() as patched, pytest.raises(torch.cuda.OutOfMemoryError):
+            patched.setattr(SequenceBatch, "_update_mirrors", fail)
+            fork.append(6)
+        assert fork.length == 11
+        table, first = fork.page_table(0, 0, 11)
+        assert first == 0
+        assert table.tolist() == [page_table.pages() for page_table in fork.tables]
+        slots = fork.slot_mapping(0, 5, 11).view(2, 6).tolist()
+        assert slots == [[t.slot(position) for position in range(5, 11)] for t in fork.tables]
+        assert not {s for row in slots for s in row} & {t.slot(4) for t in batch.tables}
+        key, _ = ops.gather_kv(key_pages, value_pages, table)
+        assert key[:, 0, :5, 0].tolist() == [[0, 1, 2, 3, 4], [5, 6, 7, 8, 9]]
+
+
+def test_the_layers_of_a_forward_share_their_slots() -> None:
+    geometry = KVGeometry.uniform(1, 1, 4, dtype="float32", page_size=8)
+    with PagePool(geometry, max_pages=16) as pool:
+        batch = SequenceBatch(pool, [0])
+        batch.append(3)
+        once = batch.slot_mapping(0, 0, 3)
+        assert batch.slot_mapping(0, 0, 3) is once
+        batch.crop(0)
+        pool.append([other := pool.new_table()], 1)  # takes the page that the row had
+        batch.append(3)
+        assert batch.slot_mapping(0, 0, 3).tolist() == [batch.tables[0].slot(i) for i in range(3)]
+        assert batch.tables[0].pages() != other.pages()

@@ -35,6 +35,7 @@ from pageforge.errors import (
 from pageforge.memory.allocator import PageAllocator
 from pageforge.pool import PoolStats
 from pageforge.store import DeviceMemoryError, MmapStore, PlainStore, cpu
+from pageforge.store.base import GRANULE
 
 G = 4096  # the granule of pools with small chunks
 WATERMARK = 2 * G
@@ -247,7 +248,7 @@ def test_the_second_group_may_be_the_one_without_memory(driver: FakeDriver) -> N
     publish(pool, kept[0])
     pool.release(kept)
     before, mapped = numbers(pool.stats()), driver.mapped
-    free = [pageforge.pool._open_free(group.allocator) for group in pool._groups]
+    free = [group.allocator.num_open_free for group in pool._groups]
     driver.capacity = driver.physical + G  # enough for a chunk of the first group alone
     with pytest.raises(OutOfPages) as error:
         pool.append(tables, (max(free) + 2) * 8)
@@ -556,7 +557,7 @@ def test_idle_memory_of_one_group_serves_another(
     idle = len(pool._groups[1].allocator.empty_chunks())
     assert idle
     driver.capacity = driver.physical
-    free = pageforge.pool._open_free(pool._groups[0].allocator)
+    free = pool._groups[0].allocator.num_open_free
     with pytest.raises(OutOfPages):
         pool.append([long], (free + 50) * 8)
     pool.append([long], (free + 1) * 8)
@@ -618,7 +619,7 @@ def test_retired_memory_is_waited_for_before_giving_up(
     monkeypatch.setattr(pool, "_record_events", lambda device: [event])
     pool.slide([long])
     driver.capacity = driver.physical
-    free = pageforge.pool._open_free(pool._groups[0].allocator)
+    free = pool._groups[0].allocator.num_open_free
     pool.append([long], (free + 1) * 8)
     assert event.waits > 0
     assert driver.touched_unmapped() == []
@@ -1138,3 +1139,28 @@ def test_planted_faults_are_seen(
     monkeypatch.setattr(owner, name, fault)
     with pytest.raises((AssertionError, PageError, KeyError)):
         _faulty_run(driver)
+
+
+def test_idle_chunks_of_one_group_make_room_for_another() -> None:
+    layers = {0: LayerShape(1, 64, 64, "float32"), 1: LayerShape(2, 64, 64, "float32")}
+    geometry = KVGeometry.of_layers(layers, 256)
+    with PagePool(geometry, max_memory=64 << 20) as pool:
+        first = pool._groups[0]
+        first.allocator.release(first.allocator.allocate(200))  # 25 MiB, idle now
+        table = pool.new_table()
+        for _ in range(160):
+            pool.append([table], 256)  # 60 MiB in both groups together
+        open_bytes = sum(
+            (g.allocator.num_open_free + g.allocator.num_used) * g.bytes_per_page
+            for g in pool._groups
+        )
+        assert open_bytes <= pool.stats().bytes_total + 2 * GRANULE
+        assert pool.stats().bytes_free == pool.stats().bytes_total - pool.stats().bytes_in_use
+
+
+def test_groups_are_not_counted_from_the_end() -> None:
+    with PagePool(KVGeometry.uniform(1, 1, 8, dtype="float32"), max_pages=4) as pool:
+        for call in (pool.pages, lambda group: pool.export_pages(1, group=group)):
+            for group in (-1, 1):
+                with pytest.raises(GeometryError, match="group: expected from 0 to 0"):
+                    call(group)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 
 import numpy as np
@@ -11,6 +12,8 @@ from torch import Tensor
 
 from pageforge.geometry import pages_for
 from pageforge.pool import PagePool
+
+UP_TO_DATE = sys.maxsize
 
 
 class SequenceBatch:
@@ -27,6 +30,8 @@ class SequenceBatch:
             _PageTableMirror(len(self.tables), torch.device(group.shape.device))
             for group in pool.geometry.groups
         ]
+        self._behind_from = UP_TO_DATE  # the first logical page that the mirrors may have wrong
+        self._slots: dict[tuple[int, int, int], Tensor] = {}  # one step's, for all layers
 
     def __len__(self) -> int:
         return len(self.tables)
@@ -41,12 +46,14 @@ class SequenceBatch:
     def append(self, num_tokens: int) -> None:
         """Room for `num_tokens` more tokens in each row. Raises OutOfPages."""
         size = self.pool.geometry.page_size
-        length = self.length
+        length, behind_from = self.length, self._behind_from
+        # Should anything fail from here on, the mirrors are brought up to date when next read.
+        self._behind_from = min(behind_from, length // size)
         copies = self.pool.append(self.tables, num_tokens)
         # The last page is another one only after copy-on-write, or after a crop into the padding.
         in_padding = any(length <= table.start for table in self.tables)
         low = length // size if copies or in_padding else pages_for(length, size)
-        self._update_mirrors(low, pages_for(self.length, size))
+        self._update_mirrors(min(low, behind_from), pages_for(self.length, size))
 
     def check_crop(self, length: int) -> None:
         """Raise CropError where `crop(length)` would; otherwise do nothing."""
@@ -69,7 +76,9 @@ class SequenceBatch:
         former = self.tables
         self.tables = [self.pool.fork(former[row]) for row in rows]
         self.pool.release(former)
+        self._slots.clear()
         for mirror in self._mirrors:
+            self.pool.use_stream(mirror.device)
             mirror.select(rows)
 
     def fork(self) -> SequenceBatch:
@@ -77,6 +86,7 @@ class SequenceBatch:
         child = SequenceBatch(self.pool, [])
         child.tables = [self.pool.fork(table) for table in self.tables]
         child._mirrors = [mirror.copy() for mirror in self._mirrors]
+        child._behind_from = self._behind_from
         return child
 
     def restore(
@@ -100,21 +110,38 @@ class SequenceBatch:
         Absent pages (left padding, out of the window) are page 0.
         """
         size = self.pool.geometry.page_size
+        self._catch_up()
         low, high = start // size, pages_for(stop, size)
         return self._mirrors[group].device_table[:, low:high], low * size
 
     def slot_mapping(self, group: int, start: int, stop: int) -> Tensor:
-        """Slots of positions `start` to `stop - 1` of each row: `[S * (stop - start)]` int64."""
-        size = self.pool.geometry.page_size
-        positions = np.arange(start, stop)
-        page_ids = self._mirrors[group].host[:, positions // size].astype(np.int64)
-        slots = np.where(page_ids > 0, page_ids * size + positions % size, -1)
-        return torch.from_numpy(slots.ravel()).to(self._mirrors[group].device)
+        """Slots of positions `start` to `stop - 1` of each row: `[S * (stop - start)]` int64.
+
+        The layers of one forward ask for the same slots: they are worked out once.
+        """
+        self._catch_up()
+        key = (group, start, stop)
+        if key not in self._slots:
+            size = self.pool.geometry.page_size
+            positions = np.arange(start, stop)
+            page_ids = self._mirrors[group].host[:, positions // size].astype(np.int64)
+            slots = np.where(page_ids > 0, page_ids * size + positions % size, -1)
+            self._slots[key] = torch.from_numpy(slots.ravel()).to(self._mirrors[group].device)
+        return self._slots[key]
 
     def _update_mirrors(self, low: int, high: int) -> None:
         """Bring the device's entries of logical pages `low` to `high - 1` up to date."""
+        self._slots.clear()
         for group, mirror in enumerate(self._mirrors):
+            self.pool.use_stream(mirror.device)
             mirror.write([table.entries(low, high, group) for table in self.tables], low, high)
+        self._behind_from = UP_TO_DATE
+
+    def _catch_up(self) -> None:
+        """Mend the mirrors after an append that failed half-way."""
+        if self._behind_from != UP_TO_DATE:
+            size = self.pool.geometry.page_size
+            self._update_mirrors(self._behind_from, pages_for(self.length, size))
 
 
 class _PageTableMirror:

@@ -93,10 +93,7 @@ class KVGeometry:
 
         Raises GeometryError for an impossible page size or for no layers at all.
         """
-        if page_size not in PAGE_SIZES:
-            raise GeometryError(
-                expected("page_size", f"a power of two in {PAGE_SIZES}", page_size, "try 16")
-            )
+        check_page_size(page_size)
         if not layers:
             raise GeometryError(
                 "layers: expected at least one attention layer that stores K/V, got none; "
@@ -136,6 +133,14 @@ class KVGeometry:
 def bytes_per_page(group: LayerGroup) -> int:
     """Bytes of one page: `L * Hkv * P * (Dk + Dv) * element size`."""
     return group.page_elements * ELEMENT_SIZE[group.shape.dtype]
+
+
+def check_page_size(page_size: int) -> None:
+    """Raise GeometryError for a page size that is not served."""
+    if not isinstance(page_size, int) or page_size not in PAGE_SIZES:
+        raise GeometryError(
+            expected("page_size", f"a power of two in {PAGE_SIZES}", page_size, "try 16")
+        )
 
 
 def pages_for(tokens: int, page_size: int) -> int:

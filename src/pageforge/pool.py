@@ -60,7 +60,10 @@ ROLLBACK = 64
 
 @dataclass(frozen=True)
 class GroupStats:
-    """One layer group of a pool; counts are pages, sizes are bytes."""
+    """One layer group of a pool; counts are pages, sizes are bytes.
+
+    `pages_per_chunk`: of the smallest chunk that is mapped at once.
+    """
 
     layers: tuple[int, ...]
     device: str
@@ -68,6 +71,7 @@ class GroupStats:
     pages_used: int
     pages_cached: int
     pages_free: int
+    pages_per_chunk: int
     bytes_per_page: int
     bytes_in_use: int
     bytes_mapped: int
@@ -78,7 +82,9 @@ class PoolStats:
     """A pool at one moment: sums over its layer groups, and the groups.
 
     `bytes_in_use`: the used pages' own bytes. `bytes_mapped`: what the driver (CUDA) or the system
-    (CPU) has given, as it says itself. `bytes_total`: the budget that all groups share.
+    (CPU) has given, as it says itself. `bytes_total`: the budget that all groups share, and
+    `bytes_free` what used and cached pages have left of it. Under `max_memory` each of several
+    groups has page ids for the whole budget, so there the bytes bound what can be had, not the ids.
     """
 
     pages_total: int
@@ -86,6 +92,7 @@ class PoolStats:
     pages_cached: int
     pages_free: int
     bytes_total: int
+    bytes_free: int
     bytes_in_use: int
     bytes_mapped: int
     groups: tuple[GroupStats, ...]
@@ -111,8 +118,9 @@ class _Group:
         flat = store.tensor(self.dtype)
         self.device = flat.device  # "cuda" has an index now
         self.pages = flat.view(num_pages + 1, group.page_elements)  # [N, page elements]
-        if self.device.type != "cpu":
-            # Padding in page tables leads here; attention masks it, and so it must be finite.
+        # Padding in page tables leads here; attention masks it, and so it must be finite. (A fresh
+        # mapping on the CPU is zero, and writing to it would cost memory.)
+        if self.device.type != "cpu" or not store.elastic:
             self.pages[0].zero_()
         self.layers = [self._layer_views(flat, index) for index in range(len(group.layers))]
 
@@ -161,8 +169,9 @@ class PagePool:
     ):
         """Reserves addresses; memory comes later.
 
-        `max_pages`: usable pages in each layer group. `max_memory`: bytes over all groups, as an
-        int, a fraction of what is free, "4GiB" or "50%". With neither: 90% of what is free now.
+        `max_pages`: usable pages in each layer group. `max_memory`: bytes that the pages of all
+        groups may take together, as an int, a fraction of what is free, "4GiB" or "50%". With
+        neither: 90% of what is free now. (Chunks that are used in part map somewhat more.)
 
         Raises GeometryError for sizes that make no pool, OutOfPages where the system refuses.
         """
@@ -180,7 +189,8 @@ class PagePool:
         self._turns: dict[torch.device, tuple[torch.cuda.Stream, int]] = {}
         self._num_calls = 0
         self._closed = False
-        self._budget, self._groups = _open(geometry, max_pages, max_memory)
+        with torch.inference_mode(False):  # else pages could only be written to in that mode
+            self._budget, self._groups = _open(geometry, max_pages, max_memory)
         for group in self._groups:
             self.use_stream(group.device)  # which may be zeroing page 0
         self._layers = {
@@ -344,7 +354,7 @@ class PagePool:
     def pages(self, group: int) -> Tensor:
         """`[N, page elements]`: each row is one page, for all layers of `group`. See `layer`."""
         self._check_open()
-        return self._groups[group].pages
+        return self._group(group).pages
 
     def use_stream(self, device: torch.device) -> None:
         """Order this thread's CUDA stream after what others have launched on the pool's pages.
@@ -378,6 +388,7 @@ class PagePool:
                     pages_used=group.allocator.num_used,
                     pages_cached=group.allocator.num_cached,
                     pages_free=group.allocator.num_free,
+                    pages_per_chunk=len(group.allocator.chunk_pages(0)),
                     bytes_per_page=group.bytes_per_page,
                     bytes_in_use=group.allocator.num_used * group.bytes_per_page,
                     bytes_mapped=group.bytes_mapped(),
@@ -390,6 +401,10 @@ class PagePool:
             pages_cached=sum(group.pages_cached for group in groups),
             pages_free=sum(group.pages_free for group in groups),
             bytes_total=self._budget,
+            bytes_free=self._budget
+            - sum(
+                (group.pages_used + group.pages_cached) * group.bytes_per_page for group in groups
+            ),
             bytes_in_use=sum(group.bytes_in_use for group in groups),
             bytes_mapped=sum(group.bytes_mapped for group in groups),
             groups=groups,
@@ -416,7 +431,7 @@ class PagePool:
         gone. Raises PageError.
         """
         with self._exclusive():
-            owner = self._groups[group]
+            owner = self._group(group)
             pages = range(first, first + count)
             if count < 1:
                 raise PageError(expected("count", "at least 1", count, "export one page or more"))
@@ -507,6 +522,13 @@ class PagePool:
                 self._owner = 0
         self.abandon(())  # what finalizers have brought meanwhile
 
+    def _group(self, index: int) -> _Group:
+        if not 0 <= index < len(self._groups):
+            raise GeometryError(
+                expected("group", f"from 0 to {len(self._groups) - 1}", index, "see stats().groups")
+            )
+        return self._groups[index]
+
     def _check_open(self) -> None:
         if self._closed:
             raise UseAfterFree("pool: it was closed; make a new PagePool")
@@ -531,6 +553,9 @@ class PagePool:
             raise OutOfPages(sum(needed), self._available(needed, self._budget - used))
         cached = sum(g.allocator.num_cached * g.bytes_per_page for g in self._groups)
         evictions = self._plan_evictions(used + cached + wanted - self._budget)
+        idle = sum(g.allocator.num_open_free * g.bytes_per_page for g in self._groups)
+        if used + cached + idle + wanted > self._budget:
+            self._shrink(keep=0, spare=needed)  # idle chunks of one group make room for another's
         try:
             supplies = self._supply(needed, evictions)
         except DeviceMemoryError:
@@ -582,7 +607,7 @@ class PagePool:
                     if not last:
                         raise
                     opened = tuple(chunk for owner, chunk in mapped if owner == index)
-                    rest = missing - _open_free(group.allocator)
+                    rest = missing - group.allocator.num_open_free
                     rest -= sum(len(group.allocator.chunk_pages(chunk)) for chunk in opened)
                     lacking = rest - (group.allocator.num_cached - evictions[index])
                     if lacking > 0:
@@ -618,7 +643,7 @@ class PagePool:
             pairs = [(copy.source, copy.target) for copy in copies if copy.group == index]
             if pairs:
                 self.use_stream(group.device)
-                source, target = torch.tensor(pairs, device=group.device).T
+                source, target = torch.tensor(pairs).T
                 ops.copy_pages(group.pages, source, target)
 
     def _shrink(self, keep: int = WATERMARK, spare: Sequence[int] | None = None) -> None:
@@ -636,7 +661,7 @@ class PagePool:
             empty = {chunk: len(allocator.chunk_pages(chunk)) for chunk in allocator.empty_chunks()}
             wanted = 0
             if spare is not None:
-                wanted = spare[index] - (_open_free(allocator) - sum(empty.values()))
+                wanted = spare[index] - (allocator.num_open_free - sum(empty.values()))
             keep -= group.chunk_bytes(0)[1]  # which is never given back
             for chunk, num_pages in empty.items():
                 keep -= num_pages * group.bytes_per_page
@@ -672,12 +697,6 @@ class PagePool:
             self._groups[group].allocator.release(pages[::-1])
         elif not self._exports:
             self._finalizer()
-
-
-def _open_free(allocator: PageAllocator) -> int:
-    """Free pages with memory behind them."""
-    opened = sum(len(allocator.chunk_pages(chunk)) for chunk in allocator.open_chunks())
-    return opened - 1 - allocator.num_used - allocator.num_cached  # 1: page 0
 
 
 def _empty_torch_cache() -> None:
@@ -738,17 +757,22 @@ def _open(
         budget, num_pages = _budget(geometry, None, budget // 2)
 
 
-def _budget(
-    geometry: KVGeometry, max_pages: int | None, max_memory: int | float | str | None
-) -> tuple[int, list[int]]:
-    """(bytes that used and cached pages may take together, usable page ids of each group)."""
-    groups = geometry.groups
+def check_max_pages(max_pages: int | None) -> None:
+    """Raise GeometryError for a number of pages that makes no pool."""
     if max_pages is not None and not (isinstance(max_pages, int) and 1 <= max_pages <= MAX_PAGE_ID):
         raise GeometryError(
             expected(
                 "max_pages", f"an int from 1 to {MAX_PAGE_ID}", max_pages, "pass None for no limit"
             )
         )
+
+
+def _budget(
+    geometry: KVGeometry, max_pages: int | None, max_memory: int | float | str | None
+) -> tuple[int, list[int]]:
+    """(bytes that used and cached pages may take together, usable page ids of each group)."""
+    groups = geometry.groups
+    check_max_pages(max_pages)
     if max_pages is not None and max_memory is None:
         return max_pages * total_bytes_per_page(groups), [max_pages] * len(groups)
     devices = {torch.device(group.shape.device) for group in groups}

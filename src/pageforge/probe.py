@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 import inspect
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -46,7 +47,7 @@ def geometry_of(model: torch.nn.Module, page_size: int) -> KVGeometry:
     devices = _layer_devices(base)
     return KVGeometry.of_layers(
         {
-            layer: _replace_device(shape, devices.get(layer, base.device))
+            layer: replace(shape, device=str(devices.get(layer, base.device)))
             for layer, shape in shapes.items()
         },
         page_size,
@@ -61,7 +62,7 @@ def geometry_of_config(
         twin = _twin_of_config(config, dtype)
     shapes = _layer_shapes(twin)
     return KVGeometry.of_layers(
-        {layer: _replace_device(shape, device) for layer, shape in shapes.items()}, page_size
+        {layer: replace(shape, device=str(device)) for layer, shape in shapes.items()}, page_size
     )
 
 
@@ -206,7 +207,8 @@ def _fill(
         raise UnsupportedModel(
             f"{type(twin).__name__}: expected every attention layer to pass its K/V to the cache, "
             f"but layers {missing} did not ({failure or 'they store nothing'}); pass PagePool a "
-            f"KVGeometry that says what they store"
+            f"KVGeometry that says what they store, or use PagedKVCache(model.config), which takes "
+            f"it from the first update"
         ) from failure
     heads, key_dim, value_dim, dtype = known.pop()
     return {
@@ -248,17 +250,11 @@ def _layer_devices(model: PreTrainedModel) -> dict[int, torch.device]:
         if isinstance(layer, int) and parameter is not None and layer not in devices:
             device = parameter.device
             if device.type == "meta":  # offloaded: accelerate's hook brings it where it runs
-                device = torch.device(module._hf_hook.execution_device)
+                hook: Any = getattr(module, "_hf_hook", None)
+                if hook is None:
+                    raise UnsupportedModel(
+                        "model: expected weights on a device, got some on meta; load it first"
+                    )
+                device = torch.device(hook.execution_device)
             devices[layer] = device
     return devices
-
-
-def _replace_device(shape: LayerShape, device: torch.device) -> LayerShape:
-    return LayerShape(
-        shape.num_kv_heads,
-        shape.key_dim,
-        shape.value_dim,
-        shape.dtype,
-        shape.window,
-        str(device),
-    )

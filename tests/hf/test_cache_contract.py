@@ -18,6 +18,7 @@ from safetensors.torch import save_file
 from tests.hf.dense_oracle import DenseOracle
 from tests.hf.parity import (
     check_all_back,
+    compare,
     compare_all,
     dynamic_cache,
     fill_with_nan,
@@ -27,7 +28,7 @@ from tests.hf.parity import (
 )
 from tests.hf.tiny_models import WINDOW, tiny
 from torch import Tensor
-from transformers import DynamicCache
+from transformers import DynamicCache, JetMoeConfig, JetMoeForCausalLM
 
 from pageforge import (
     CropError,
@@ -1334,3 +1335,42 @@ def test_reset_of_a_hybrid_cache() -> None:
             compare_all([expected], [run(model, inputs, cache)])
             cache.reset()
             check_all_back(pool)
+
+
+def test_a_model_that_cannot_be_probed_is_served_by_what_its_first_update_brings() -> None:
+    config = JetMoeConfig(  # its routing looks at values, which the meta device has none of
+        vocab_size=100,
+        hidden_size=32,
+        num_hidden_layers=2,
+        num_key_value_heads=2,
+        kv_channels=8,
+        intermediate_size=32,
+        initializer_range=0.3,
+        num_local_experts=2,
+        eos_token_id=None,
+    )
+    torch.manual_seed(0)
+    model = JetMoeForCausalLM(config).eval()
+    with pytest.raises(UnsupportedModel, match=r"PagedKVCache\(model.config\)"):
+        PagePool.for_model(model)
+    inputs = prompt(model, (9, 4))
+    expected = run(model, inputs, dynamic_cache(model))
+    cache = PagedKVCache(config, page_size=8)
+    assert compare(expected, run(model, inputs, cache)) == 0
+    assert cache.pool.stats().pages_used > 0
+
+
+def test_a_pool_made_in_inference_mode_can_be_written_to_outside() -> None:
+    with torch.inference_mode():
+        pool = PagePool.for_model(tiny("gpt2"), page_size=8, max_pages=8)
+    with torch.no_grad(), PagedKVCache(pool) as cache:
+        states = torch.ones(1, 4, 3, 8)
+        for _ in range(2):
+            key, value = cache.update(states, states, 0)
+        assert (key == 1).all() and value.shape == (1, 4, 6, 8)
+
+
+@pytest.mark.parametrize("arguments", [{"max_pages": 0}, {"page_size": 16.0}, {"page_size": 12}])
+def test_wrong_sizes_are_refused_when_the_cache_is_made(arguments: dict) -> None:
+    with pytest.raises(GeometryError):
+        PagedKVCache(tiny("gpt2").config, **arguments)

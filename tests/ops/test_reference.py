@@ -175,14 +175,6 @@ def test_copy_pages_takes_all_layers_and_nothing_else(dtype: str) -> None:
     assert torch.equal(bits(pages), bits(want))
 
 
-def test_a_copy_reads_all_sources_before_it_writes() -> None:
-    pool = nan_pool()
-    pages = pool.pages(0)
-    pages[1], pages[2] = 1, 2
-    ops.copy_pages(pages, torch.tensor([1, 2]), torch.tensor([2, 1]))
-    assert bool((pages[1] == 2).all()) and bool((pages[2] == 1).all())
-
-
 def test_what_gather_returns_is_fresh() -> None:
     pool = nan_pool()
     _, key_pages, value_pages = pool.layer(0)

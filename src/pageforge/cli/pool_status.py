@@ -8,7 +8,6 @@ import typer
 from rich.table import Table
 
 from pageforge.cli import options
-from pageforge.cli.internals import chunk_pages
 from pageforge.cli.models import check_device, load
 from pageforge.cli.output import facts, print_json, ranges, size, stdout
 from pageforge.cli.settings import Settings, resolve
@@ -116,8 +115,8 @@ def collect(what: str, geometry: KVGeometry, settings: Settings) -> dict[str, An
                 "window": layout.shape.window,
                 "pages_total": group.pages_total,
                 "bytes_per_page": group.bytes_per_page,
-                "chunk_pages": chunk_pages(pool, index),
-                "chunk_bytes": chunk_pages(pool, index) * group.bytes_per_page,
+                "chunk_pages": group.pages_per_chunk,
+                "chunk_bytes": group.pages_per_chunk * group.bytes_per_page,
                 "memory": backend_of(pool.pages(index).device),
                 "elastic": is_elastic(pool.pages(index).device),
             }

@@ -21,17 +21,17 @@ from transformers.cache_utils import (
 
 from pageforge.errors import (
     GeometryError,
+    PageForgeError,
     ShapeError,
     UnsupportedModel,
-    UseAfterFree,
     expected,
 )
-from pageforge.geometry import PAGE_SIZES
+from pageforge.geometry import check_page_size
 from pageforge.hf.cache_state import CacheState
 from pageforge.hf.paged_layer import PagedLayer
 from pageforge.hf.pages_file import load_pages, save_pages
 from pageforge.memory import PageTable
-from pageforge.pool import PagePool
+from pageforge.pool import PagePool, check_max_pages
 from pageforge.probe import layer_windows
 
 CROP_TO_LENGTH = Version(transformers.__version__) < Version("5.18")
@@ -78,8 +78,8 @@ class PagedKVCache(DynamicCache):
                 )
             )
         page_size = DEFAULT_PAGE_SIZE if page_size is None else page_size
-        if page_size not in PAGE_SIZES:
-            raise GeometryError(expected("page_size", f"one of {PAGE_SIZES}", page_size, "try 16"))
+        check_page_size(page_size)
+        check_max_pages(max_pages)
         self._state = CacheState(pool, page_size, max_pages, max_memory, attention_mask)
         config = self._state.config
         super().__init__(config=config)
@@ -94,9 +94,9 @@ class PagedKVCache(DynamicCache):
 
     @property
     def pool(self) -> PagePool:
-        """The pool that the pages lie in. Raises UseAfterFree before a cache has made its own."""
+        """The pool that the pages lie in. Raises PageForgeError before a cache made its own."""
         if self._state.pool is None:
-            raise UseAfterFree(
+            raise PageForgeError(
                 "cache.pool: expected a first update before; a cache given a config makes its pool "
                 "then: run the model, or pass a PagePool"
             )
@@ -172,7 +172,7 @@ class PagedKVCache(DynamicCache):
     def __deepcopy__(self, memo: dict[int, Any]) -> PagedKVCache:
         """A fork: transformers' recipe for reusing a prompt's cache then costs no memory."""
         self._state.check_live()
-        child = PagedKVCache.__new__(PagedKVCache)
+        child = type(self).__new__(type(self))
         child.__dict__.update(
             {
                 name: value
@@ -181,13 +181,13 @@ class PagedKVCache(DynamicCache):
             }
         )
         child._state = self._state.fork()
+        child._finalizer = weakref.finalize(child, CacheState.abandon, child._state)
         child.layers = [
             PagedLayer(child._state, layer.index, layer.window)
             if isinstance(layer, PagedLayer)
             else copy.deepcopy(layer)
             for layer in self.layers
         ]
-        child._finalizer = weakref.finalize(child, CacheState.abandon, child._state)
         return child
 
     def __copy__(self) -> PagedKVCache:
@@ -241,13 +241,15 @@ class PagedKVCache(DynamicCache):
                     expected("tokens_to_remove", "0 or less", count, "pass -n to remove n tokens")
                 )
             count = min(0, count - self.get_seq_length())
-        self._state.check_crop(-count)  # all layers are cropped, or none where one refuses
-        for layer in self._other_layers():
+        self._state.length_after_crop(-count)  # all layers are cropped, or none where one refuses
+        others = self._other_layers()
+        for layer in others:
             if count and not layer.is_croppable:
                 raise UnsupportedModel(
                     f"crop: expected layers that can be rolled back, got {type(layer).__name__} "
                     f"with a recurrent state; keep a fork() of the cache instead"
                 )
+        for layer in others:
             layer.crop(count)
         self._state.crop(-count)
 

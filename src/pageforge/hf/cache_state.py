@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-import torch
+from dataclasses import replace
+
 from torch import Tensor
 from transformers import PreTrainedConfig
 
 from pageforge import ops
 from pageforge.batch import SequenceBatch
 from pageforge.errors import CropError, ShapeError, UnsupportedModel, UseAfterFree, expected
+from pageforge.geometry import KVGeometry, LayerShape
 from pageforge.pool import PagePool
-from pageforge.probe import geometry_of_config
+from pageforge.probe import geometry_of_config, layer_windows
 
 
 class CacheState:
@@ -101,11 +103,9 @@ class CacheState:
         rows = key.shape[0]
         if self.pool is None:
             page_size, max_pages, max_memory = self._pool_arguments
-            geometry = geometry_of_config(self.config, page_size, key.dtype, key.device)
-            with torch.inference_mode(False):  # else it could only be written to in that mode
-                pool = PagePool(geometry, max_pages=max_pages, max_memory=max_memory)
-            pool.model_config = self.config
-            self.pool = pool
+            geometry = self._geometry(page_size, key, value)
+            self.pool = PagePool(geometry, max_pages=max_pages, max_memory=max_memory)
+            self.pool.model_config = self.config
         if self.batch is None or (self.batch.length == 0 and len(self.batch) != rows):
             self.batch = SequenceBatch(self.pool, self._row_starts(rows))
         elif len(self.batch) != rows:
@@ -131,9 +131,12 @@ class CacheState:
                     "row indices", f"from {-size} to {size - 1}", indices, "pass rows of the cache"
                 )
             )
-        self.batch.select([row % size for row in indices])
+        if indices:
+            self.batch.select([row % size for row in indices])
+        else:
+            self._release()
 
-    def check_crop(self, num_tokens: int) -> int:
+    def length_after_crop(self, num_tokens: int) -> int:
         """The length after `crop(num_tokens)`. Raises CropError where that would raise."""
         self.check_live()
         length = max(0, max(self.lengths.values(), default=0) - num_tokens)
@@ -148,7 +151,7 @@ class CacheState:
 
     def crop(self, num_tokens: int) -> None:
         """Remove the last `num_tokens` tokens of each row (all of them, if there are fewer)."""
-        length = self.check_crop(num_tokens)
+        length = self.length_after_crop(num_tokens)
         if self.batch is None:
             return
         self.batch.crop(length)
@@ -157,7 +160,7 @@ class CacheState:
         self.lengths = dict.fromkeys(self.lengths, length)
 
     def reset(self) -> None:
-        """Release all pages; the state is as new, but for the mask, which was the last batch's."""
+        """Release all pages; the state is as new, without the last batch's mask."""
         self.check_live()
         self._starts = None
         self.keeps_past = False
@@ -196,6 +199,27 @@ class CacheState:
             raise UseAfterFree("cache: it was freed and holds nothing; make a new PagedKVCache")
 
     # --- inside -----------------------------------------------------------------------------
+
+    def _geometry(self, page_size: int, key: Tensor, value: Tensor) -> KVGeometry:
+        """What the config's model stores; where it cannot be probed, in each layer what this is.
+
+        A wrong guess does no harm: every update is compared with the geometry.
+        """
+        try:
+            return geometry_of_config(self.config, page_size, key.dtype, key.device)
+        except UnsupportedModel:
+            first = LayerShape(
+                key.shape[1],
+                key.shape[3],
+                value.shape[3],
+                str(key.dtype).removeprefix("torch."),
+                device=str(key.device),
+            )
+            windows = layer_windows(self.config)
+            return KVGeometry.of_layers(
+                {layer: replace(first, window=window) for layer, window in windows.items()},
+                page_size,
+            )
 
     def _release(self) -> None:
         if self.batch is not None:

@@ -71,7 +71,7 @@ class PagedLayer(CacheLayerMixin):
         return length - offset + query_length, offset
 
     def activate_past_recording(self) -> None:
-        """Until the next `crop` nothing leaves the window, so that drafts can be rolled back."""
+        """Keep what leaves the window, until `record_past` is set to False: drafts roll back."""
         self.record_past = True
 
     @property

@@ -81,9 +81,10 @@ def load_pages(path: str | PathLike[str], pool: PagePool) -> tuple[SequenceBatch
         rows, starts, length, lengths = (
             json.loads(metadata[name]) for name in ("rows", "starts", "length", "lengths")
         )
+        by_layer = dict(lengths)
         batch = SequenceBatch(pool, starts)
         batch.restore(contents, rows, length)
-        return batch, dict(lengths)
+        return batch, by_layer
     except (GeometryError, OutOfPages, UseAfterFree):
         raise
     except (LookupError, TypeError, ValueError) as error:

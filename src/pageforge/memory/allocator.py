@@ -77,7 +77,12 @@ class PageAllocator:
     @property
     def num_free(self) -> int:
         """Pages that nobody holds and nobody can reuse."""
-        return self._num_open_free + self._num_unopened
+        return self.num_open_free + self._num_unopened
+
+    @property
+    def num_open_free(self) -> int:
+        """Free pages with memory behind them."""
+        return len(self._ready) + self._num_listed
 
     @property
     def num_cached(self) -> int:
@@ -138,16 +143,15 @@ class PageAllocator:
             if len(pages) + ready.get(chunk, 0) == self._sizes[chunk]
         ]
 
-    def plan(self, num_pages: int, *, may_open: bool = True) -> Supply:
+    def plan(self, num_pages: int) -> Supply:
         """Where `num_pages` pages would come from.
 
-        `may_open=False`: no chunk may be opened (the device has no memory left).
         Raises OutOfPages, or PageError for a negative number.
         """
         _check_number(num_pages)
-        missing = num_pages - self._num_open_free
+        missing = num_pages - self.num_open_free
         chunks = []
-        if missing > 0 and may_open:
+        if missing > 0:
             for chunk in self._unopened():
                 chunks.append(chunk)
                 missing -= len(self.chunk_pages(chunk))
@@ -155,8 +159,7 @@ class PageAllocator:
                     break
         evictions = max(0, missing)
         if evictions > len(self._cached):
-            supply = self.num_free if may_open else self._num_open_free
-            raise OutOfPages(num_pages, supply + len(self._cached))
+            raise OutOfPages(num_pages, self.num_available)
         return Supply(tuple(chunks), evictions)
 
     # --- changes ----------------------------------------------------------------------------
@@ -333,11 +336,6 @@ class PageAllocator:
                 expected("page", f"an id from 1 to {self.num_pages}", page, "fix the caller")
             )
 
-    @property
-    def _num_open_free(self) -> int:
-        """Free pages in open chunks."""
-        return len(self._ready) + self._num_listed
-
     def _unopened(self) -> Iterator[int]:
         """Chunks that are not open, lowest first."""
         yield from sorted(self._closed)
@@ -369,7 +367,7 @@ class PageAllocator:
 
     def _make_ready(self, num_pages: int) -> None:
         """See to it that at least `num_pages` pages are ready. Raises OutOfPages."""
-        if num_pages > self._num_open_free:
+        if num_pages > self.num_open_free:
             self.prepare(self.plan(num_pages))
         missing = num_pages - len(self._ready)
         taken: list[list[int]] = []

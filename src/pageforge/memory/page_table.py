@@ -135,12 +135,7 @@ class PageTable:
     def needed(self, num_tokens: int) -> list[int]:
         """Fresh pages that `append(num_tokens)` would claim, for each group."""
         self._check_live()
-        needed = []
-        for group, allocator in enumerate(self._allocators):
-            grow = self._missing(group, self.length + num_tokens)
-            page = self._written_page(group) if num_tokens else 0
-            needed.append(grow + (_copies(allocator, page, 1) if page else 0))
-        return needed
+        return pages_needed([self], num_tokens)
 
     # --- changes ----------------------------------------------------------------------------
 

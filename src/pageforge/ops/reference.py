@@ -44,11 +44,16 @@ def gather_kv(
 
 def copy_pages(
     pages: Tensor,  # [N, page elements], written
-    source: Tensor,  # [C] int64
-    target: Tensor,  # [C] int64
+    source: Tensor,  # [C] int64, on the host
+    target: Tensor,  # [C] int64, on the host
 ) -> None:
-    """`pages[target] = pages[source]`: copy-on-write, for all layers at once."""
-    pages.index_copy_(0, target, pages.index_select(0, source))
+    """`pages[target] = pages[source]`: copy-on-write, for all layers at once.
+
+    No page is both a source and a target: what is copied is held, what it is copied to was free.
+    Page by page: a temporary tensor might find no memory, and the tables have changed already.
+    """
+    for old, new in zip(source.tolist(), target.tolist(), strict=True):
+        pages[new].copy_(pages[old])
 
 
 def _gather(pages: Tensor, page_table: Tensor) -> Tensor:
