@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
 from tests.hf import parity
 from tests.hf import test_token_parity as scenarios
 from tests.hf.tiny_models import CONFIGS, tiny
+from transformers import AutoModelForCausalLM
 
 pytestmark = pytest.mark.gpu
 
@@ -45,5 +47,22 @@ def test_generate_on_cuda(model: torch.nn.Module, scenario: parity.Scenario) -> 
         got = scenario(model, parity.wrap(model, cache))
         # Routing in MoE layers adds with atomics: not the same to the last bit from run to run.
         parity.compare_all(expected, got, tolerance=1e-4)
+        cache.free()
+        parity.check_all_back(pool)
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="one CUDA device")
+@pytest.mark.parametrize("name", ["llama", "gemma3"])
+def test_a_model_spread_over_two_devices(name: str, tmp_path: Path) -> None:
+    tiny(name).cpu().save_pretrained(tmp_path)
+    num_layers = tiny(name).config.num_hidden_layers
+    devices = {f"model.layers.{layer}": int(layer > 0) for layer in range(num_layers)}
+    devices |= {"model.embed_tokens": 0, "model.rotary_emb": 0, "model.norm": 1, "lm_head": 0}
+    model = AutoModelForCausalLM.from_pretrained(tmp_path, device_map=devices)
+    expected = scenarios.greedy(model, parity.dynamic_cache(model))
+    with parity.nan_pool(model) as pool:
+        assert {group.device for group in pool.stats().groups} == {"cuda:0", "cuda:1"}
+        cache = parity.PagedKVCache(pool)
+        parity.compare_all(expected, scenarios.greedy(model, cache), tolerance=1e-5)
         cache.free()
         parity.check_all_back(pool)
