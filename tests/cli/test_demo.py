@@ -17,7 +17,6 @@ from tests.cli.conftest import said, spawn
 
 from pageforge.cli.demo_screen import Cell, Frame, Grid, Screen, take_frame
 from pageforge.cli.demo_show import Show, State, batches, most_pages
-from pageforge.cli.internals import page_tables
 from pageforge.cli.output import is_terminal
 from pageforge.geometry import KVGeometry
 from pageforge.hf.pretrained import load_model
@@ -43,7 +42,7 @@ def test_the_grid_is_the_pool(show) -> None:
         for _ in show.play(batch):
             frame = take_frame(show.pool, batch, "", "")
             live = [m for m in batch if m.state is State.RUNNING]
-            tables = [table for m in live for table in page_tables(m.cache)]
+            tables = [table for m in live for table in m.cache.page_tables]
             show.pool.check_invariants(tables)
             cells = frame.grids[0].cells
             assert len(cells) == frame.stats.pages_used
