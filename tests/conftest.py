@@ -4,12 +4,18 @@ from __future__ import annotations
 
 import os
 import random
+import shutil
 import sys
 
 # Before anything imports torch or numpy. Two workers on two cores, one thread each: more threads
 # than cores can make a CPU model twenty times slower.
 for _variable in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"):
     os.environ.setdefault(_variable, "1")
+
+# Without a GPU the kernels run in Triton's interpreter, which must be chosen before triton is
+# imported.
+if shutil.which("nvidia-smi") is None:
+    os.environ.setdefault("TRITON_INTERPRET", "1")
 
 import numpy as np
 import pytest

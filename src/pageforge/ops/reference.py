@@ -33,6 +33,67 @@ def write_kv(
     value_pages[page, :, offset] = value.to(value_pages.dtype)
 
 
+def attend(
+    query: Tensor,  # [T, Hq, Dk]
+    key_pages: Tensor,  # [N, Hkv, P, Dk]
+    value_pages: Tensor,  # [N, Hkv, P, Dv]
+    page_table: Tensor,  # [S, M] int
+    seq_lens: Tensor,  # [S] int, new tokens included
+    cu_query_lens: Tensor,  # [S + 1] int: row s asks with queries cu[s] to cu[s + 1] - 1
+    *,
+    scale: float,
+    window: int | None = None,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,  # [Hq]
+    alibi_slopes: Tensor | None = None,  # [Hq]
+    starts: Tensor | None = None,  # [S] int: tokens of left padding, which nobody sees
+) -> tuple[Tensor, Tensor]:  # [T, Hq, Dv], [T, Hq]
+    """Causal attention of a ragged batch over pages: (output, log-sum-exp of the scores).
+
+    A row's queries are its last tokens. Query at position p sees keys k with
+    `max(start, p - window + 1) <= k <= p`:
+
+        x_k = cap(scale * q . K_k) + slope * (k - p)      cap(y) = softcap * tanh(y / softcap)
+        out = sum_k exp(x_k) V_k / (sum_k exp(x_k) + exp(sink))
+
+    A query that sees nothing gives 0, and -inf without a sink. Query head h reads KV head
+    `h // (Hq / Hkv)`. Computed in the query's dtype: pass float64 for an oracle.
+    """
+    num_heads, num_kv_heads, page_size = query.shape[1], key_pages.shape[1], key_pages.shape[2]
+    out = query.new_zeros(query.shape[0], num_heads, value_pages.shape[3])
+    lse = query.new_full((query.shape[0], num_heads), -math.inf)
+    bounds = cu_query_lens.tolist()
+    for row, length in enumerate(seq_lens.tolist()):
+        first, last = bounds[row], bounds[row + 1]
+        position = torch.arange(length - (last - first), length, device=query.device)[:, None]
+        low = 0 if starts is None else int(starts[row])
+        token = torch.arange(low, length, device=query.device)
+        page = page_table[row].long()[token // page_size]
+        key, value = (
+            pages[page, :, token % page_size]
+            .to(query.dtype)
+            .repeat_interleave(num_heads // num_kv_heads, 1)
+            for pages in (key_pages, value_pages)
+        )
+        score = torch.einsum("qhd,khd->hqk", query[first:last], key) * scale
+        if softcap is not None:
+            score = softcap * torch.tanh(score / softcap)
+        if alibi_slopes is not None:
+            score = score + alibi_slopes.to(query.dtype)[:, None, None] * (token - position)
+        seen = token <= position
+        if window is not None:
+            seen = seen & (token > position - window)
+        score = score.masked_fill(~seen, -math.inf)
+        if sinks is not None:
+            sink = sinks.to(query.dtype)[:, None, None].expand(-1, last - first, 1)
+            score = torch.cat([score, sink], -1)
+        total = score.logsumexp(-1)  # [Hq, queries]
+        weight = (score - total[..., None].nan_to_num(neginf=0)).exp()[..., : len(token)]
+        out[first:last] = torch.einsum("hqk,khd->qhd", weight, value)
+        lse[first:last] = total.T
+    return out, lse
+
+
 def gather_kv(
     key_pages: Tensor,  # [N, Hkv, P, Dk]
     value_pages: Tensor,  # [N, Hkv, P, Dv]

@@ -1,9 +1,10 @@
-"""Is a decode step with PagedKVCache as fast as with DynamicCache on the CPU, stock attention?
+"""Is a decode step with PagedKVCache as fast as with DynamicCache, under stock attention?
 
-SmolLM2-135M's shape with random weights, fp32. The two caches take turns step by step, so that
-whatever else the machine does hits both; the figure is the median of the steps' ratios.
+SmolLM2-135M's shape with random weights; the model call alone, host clock. The two caches take
+turns step by step, so that whatever else the machine does hits both; the figure is the median of
+the steps' ratios.
 
-    python benchmarks/decode_cpu.py [--batch 8] [--context 512] [--steps 40] [--threads 2]
+    python benchmarks/decode.py [--device cuda] [--dtype float16] [--batch 8] [--context 512]
 """
 
 from __future__ import annotations
@@ -36,10 +37,17 @@ def smollm2_shape() -> LlamaForCausalLM:
     return LlamaForCausalLM(config).eval()
 
 
+def now(device: torch.device) -> float:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return time.perf_counter()
+
+
 @torch.inference_mode()
 def compare(model: LlamaForCausalLM, batch: int, context: int, steps: int, padded: bool) -> dict:
-    tokens = torch.randint(0, model.config.vocab_size, (batch, context))
-    mask = torch.ones(batch, context, dtype=torch.long)
+    device = model.device
+    tokens = torch.randint(0, model.config.vocab_size, (batch, context), device=device)
+    mask = torch.ones(batch, context, dtype=torch.long, device=device)
     if padded:
         for row in range(batch):
             mask[row, : row * context // (2 * batch)] = 0
@@ -51,20 +59,22 @@ def compare(model: LlamaForCausalLM, batch: int, context: int, steps: int, padde
         model(tokens, attention_mask=mask, use_cache=True, **{name: cache})
     difference = 0.0
     for step in range(steps):
-        token = torch.randint(0, model.config.vocab_size, (batch, 1))
+        token = torch.randint(0, model.config.vocab_size, (batch, 1), device=device)
         mask = torch.cat([mask, mask.new_ones(batch, 1)], 1)
         logits = {}
         for kind in sorted(caches, reverse=bool(step % 2)):
-            start = time.perf_counter()
+            start = now(device)
             output = model(token, attention_mask=mask, use_cache=True, **{name: caches[kind]})
-            times[kind].append(time.perf_counter() - start)
+            times[kind].append(now(device) - start)
             logits[kind] = output.logits
         assert not logits["paged"].isnan().any()
         difference = max(difference, (logits["paged"] - logits["dynamic"]).abs().max().item())
     ratios = [p / d for p, d in zip(times["paged"], times["dynamic"], strict=True)]
     quartiles = statistics.quantiles(ratios, n=4)
     return {
-        "question": "decode step on the CPU, paged / dynamic",
+        "question": "decode step, paged / dynamic",
+        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",
+        "dtype": str(model.dtype),
         "batch": batch,
         "context": context,
         "padded": padded,
@@ -81,13 +91,17 @@ def compare(model: LlamaForCausalLM, batch: int, context: int, steps: int, padde
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--dtype", default="float32")
     parser.add_argument("--batch", type=int, default=8)
     parser.add_argument("--context", type=int, default=512)
     parser.add_argument("--steps", type=int, default=40)
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
-    model = smollm2_shape()
+    # With cuDNN attention each new length costs DynamicCache 40 ms the first time.
+    torch.backends.cuda.enable_cudnn_sdp(False)
+    model = smollm2_shape().to(options.device, getattr(torch, options.dtype))
     for padded in (False, True):
         print(json.dumps(compare(model, options.batch, options.context, options.steps, padded)))
 
