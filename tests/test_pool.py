@@ -1164,3 +1164,20 @@ def test_groups_are_not_counted_from_the_end() -> None:
             for group in (-1, 1):
                 with pytest.raises(GeometryError, match="group: expected from 0 to 0"):
                     call(group)
+
+
+def test_a_pool_that_is_all_open_does_not_unmap_at_every_append(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    geometry = KVGeometry.uniform(1, 1, 64, dtype="float32", page_size=256)
+    with PagePool(geometry, max_pages=64) as pool:
+        monkeypatch.setattr(PagePool._shrink, "__defaults__", (32 << 20, None))
+        table = pool.new_table()
+        pool.append([table], 64 * 256)
+        pool.release([table])  # the chunks stay, below the watermark
+        unmapped: list[object] = []
+        monkeypatch.setattr(pool._groups[0].store, "unmap", unmapped.append)
+        other = pool.new_table()
+        for _ in range(60):
+            pool.append([other], 256)
+        assert unmapped == []

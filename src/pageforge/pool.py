@@ -553,9 +553,13 @@ class PagePool:
             raise OutOfPages(sum(needed), self._available(needed, self._budget - used))
         cached = sum(g.allocator.num_cached * g.bytes_per_page for g in self._groups)
         evictions = self._plan_evictions(used + cached + wanted - self._budget)
-        idle = sum(g.allocator.num_open_free * g.bytes_per_page for g in self._groups)
-        if used + cached + idle + wanted > self._budget:
-            self._shrink(keep=0, spare=needed)  # idle chunks of one group make room for another's
+        # Free pages of open chunks serve their own group; what is opened beyond them may have to
+        # take the place of another group's. (One group alone has no more ids than budget.)
+        opened = used + cached
+        for num_pages, group in zip(needed, self._groups, strict=True):
+            opened += max(num_pages, group.allocator.num_open_free) * group.bytes_per_page
+        if opened > self._budget:
+            self._shrink(keep=0, spare=needed)
         try:
             supplies = self._supply(needed, evictions)
         except DeviceMemoryError:

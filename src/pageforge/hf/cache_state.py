@@ -60,7 +60,7 @@ class CacheState:
         assert self.pool is not None and self.batch is not None  # prepare() made them
         group, key_pages, value_pages = self.pool.layer(layer)
         self._check_fit(layer, key, value, key_pages, value_pages)
-        start = self.lengths.get(layer, 0)
+        start = self.length_of(layer)
         stop = start + key.shape[2]
         self._grow(layer, stop)
         self.pool.use_stream(key.device)
@@ -251,7 +251,7 @@ class CacheState:
             layer: stored for layer, stored in self.lengths.items() if stored < self.batch.length
         }
         if length < self.batch.length:  # others went on, perhaps long since
-            behind[layer] = self.lengths.get(layer, 0)
+            behind[layer] = self.length_of(layer)
         if behind:
             raise ShapeError(
                 f"cache: expected every layer to hold {self.batch.length} tokens before new ones, "

@@ -98,7 +98,7 @@ class PagedLayer(CacheLayerMixin):
         raise NotImplementedError("reorder_cache: call it on the PagedKVCache, not on a layer")
 
     def _dense(self) -> tuple[Tensor, Tensor] | tuple[None, None]:
-        length = self._state.lengths.get(self.index, 0)
+        length = self.get_seq_length()
         if not length:
             return None, None
         oldest = 0 if self.window is None else max(0, length - self.window + 1)

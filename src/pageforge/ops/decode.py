@@ -221,6 +221,19 @@ def _tiles_of_row(length, low, TILE: tl.constexpr):
 
 
 @triton.jit
+def _first_seen(
+    starts_ptr, row, length, window, HAS_STARTS: tl.constexpr, HAS_WINDOW: tl.constexpr
+):
+    """The first position that the last token of `row` sees."""
+    low = 0
+    if HAS_STARTS:
+        low = tl.load(starts_ptr + row)
+    if HAS_WINDOW:
+        low = tl.maximum(low, length - window)
+    return low
+
+
+@triton.jit
 def _plan_kernel(
     lens_ptr,  # [S] int32
     starts_ptr,  # [S] int32
@@ -311,11 +324,7 @@ def _decode_kernel(
     row = item >> 16
     piece = item & 0xFFFF
     length = tl.load(lens_ptr + row)
-    low = 0
-    if HAS_STARTS:
-        low = tl.load(starts_ptr + row)
-    if HAS_WINDOW:
-        low = tl.maximum(low, length - window)
+    low = _first_seen(starts_ptr, row, length, window, HAS_STARTS, HAS_WINDOW)
     tiles = _tiles_of_row(length, low, TILE)
     pieces = tl.maximum(tl.cdiv(tiles, size), 1)
     # Pieces of a row differ by one tile at most.
@@ -463,11 +472,7 @@ def _merge_kernel(
         gdc_wait()
         gdc_launch_dependents()
     length = tl.load(lens_ptr + row)
-    low = 0
-    if HAS_STARTS:
-        low = tl.load(starts_ptr + row)
-    if HAS_WINDOW:
-        low = tl.maximum(low, length - window)
+    low = _first_seen(starts_ptr, row, length, window, HAS_STARTS, HAS_WINDOW)
     pieces = tl.cdiv(_tiles_of_row(length, low, TILE), tl.load(plan_ptr))
     if pieces > 1:
         first = tl.load(plan_ptr + 2 + row)
