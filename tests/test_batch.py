@@ -377,6 +377,37 @@ def test_an_append_that_fails_half_way_is_mended_by_the_next_read(
         assert key[:, 0, :5, 0].tolist() == [[0, 1, 2, 3, 4], [5, 6, 7, 8, 9]]
 
 
+def test_what_ops_need_of_a_step(pool: PagePool) -> None:
+    batch = SequenceBatch(pool, [0, 9])
+    batch.append(12)
+    batch.append(3)
+    step = batch.step(0, 12, 15)
+    assert step.page_table.tolist() == [table.entries(0, 2) for table in batch.tables]
+    assert step.seq_lens.tolist() == [15, 15]
+    assert step.cu_query_lens.tolist() == [0, 3, 6]
+    assert step.slot_mapping.tolist() == [
+        slot for table in batch.tables for slot in table.slots(12, 15)
+    ]
+    for tensor in (step.page_table, step.seq_lens, step.cu_query_lens):
+        assert tensor.dtype == torch.int32
+    assert step.starts(None) is None
+    starts = step.starts((0, 9))
+    assert starts is not None and starts.tolist() == [0, 9] and starts.dtype == torch.int32
+    assert batch.step(0, 12, 15) is step
+    assert batch.step(1, 12, 15) is not step
+    batch.append(1)
+    later = batch.step(0, 15, 16)
+    assert later.seq_lens.tolist() == [16, 16]
+    assert later.starts((0, 9)) is starts
+    assert batch.step(0, 12, 15) is not step
+    assert batch.starts == (0, 9)
+    batch.select([1, 1, 0])
+    assert batch.starts == (9, 9, 0)
+    assert batch.step(0, 15, 16).seq_lens.tolist() == [16, 16, 16]
+    later_starts = batch.step(0, 15, 16).starts((9, 9, 0))
+    assert later_starts is not None and later_starts.tolist() == [9, 9, 0]
+
+
 def test_the_layers_of_a_forward_share_their_slots() -> None:
     geometry = KVGeometry.uniform(1, 1, 4, dtype="float32", page_size=8)
     with PagePool(geometry, max_pages=16) as pool:

@@ -28,6 +28,7 @@ FLOORS = {
     "pool.py": 3,
     "batch.py": 4,
     "graphs.py": 4,
+    "model_state.py": 4,
     "hf/": 5,
     "engine/": 6,
     "serve/": 7,

@@ -13,7 +13,9 @@ from pageforge.errors import (
     UseAfterFree,
 )
 from pageforge.geometry import KVGeometry, LayerShape
+from pageforge.hf.attention import register as _register_attention
 from pageforge.hf.cache import PagedKVCache
+from pageforge.hf.fast_decode import fast_decode
 from pageforge.memory import PageAllocator, PageTable, PrefixIndex, SequenceAllocator
 from pageforge.pool import PagePool, PoolStats
 
@@ -37,4 +39,7 @@ __all__ = [
     "UnsupportedModel",
     "UseAfterFree",
     "__version__",
+    "fast_decode",
 ]
+
+_register_attention()

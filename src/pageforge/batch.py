@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
+from functools import cached_property
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from pageforge import ops
 from pageforge.geometry import pages_for
 from pageforge.pool import PagePool
 
@@ -30,8 +33,10 @@ class SequenceBatch:
             _PageTableMirror(len(self.tables), torch.device(group.shape.device))
             for group in pool.geometry.groups
         ]
+        self.num_changes = 0  # of the device's page tables
         self._behind_from = UP_TO_DATE  # the first logical page that the mirrors may have wrong
-        self._slots: dict[tuple[int, int, int], Tensor] = {}  # one step's, for all layers
+        self._steps: dict[tuple[int, int, int, int], StepTensors] = {}
+        self._paddings: dict[tuple[tuple[int, ...], torch.device], Tensor] = {}  # the latest
 
     def __len__(self) -> int:
         return len(self.tables)
@@ -40,6 +45,11 @@ class SequenceBatch:
     def length(self) -> int:
         """Tokens of each row, left padding included."""
         return self.tables[0].length if self.tables else 0
+
+    @property
+    def starts(self) -> tuple[int, ...]:
+        """Tokens of left padding of each row, which are not stored where they fill pages."""
+        return tuple([table.start for table in self.tables])
 
     # --- changes: each on all rows, or on none where it raises ------------------------------
 
@@ -76,7 +86,8 @@ class SequenceBatch:
         former = self.tables
         self.tables = [self.pool.fork(former[row]) for row in rows]
         self.pool.release(former)
-        self._slots.clear()
+        self._steps.clear()
+        self.num_changes += 1
         for mirror in self._mirrors:
             self.pool.use_stream(mirror.device)
             mirror.select(rows)
@@ -114,24 +125,38 @@ class SequenceBatch:
         low, high = start // size, pages_for(stop, size)
         return self._mirrors[group].device_table[:, low:high], low * size
 
-    def slot_mapping(self, group: int, start: int, stop: int) -> Tensor:
-        """Slots of positions `start` to `stop - 1` of each row: `[S * (stop - start)]` int64.
+    def step(self, group: int, start: int, stop: int) -> StepTensors:
+        """What ops need to write and attend to positions `start` to `stop - 1` of each row.
 
-        The layers of one forward ask for the same slots: they are worked out once.
+        The layers of one forward ask for the same: it is worked out once, and the thread's stream
+        is ordered then.
         """
-        self._catch_up()
-        key = (group, start, stop)
-        if key not in self._slots:
-            size = self.pool.geometry.page_size
-            positions = np.arange(start, stop)
-            page_ids = self._mirrors[group].host[:, positions // size].astype(np.int64)
-            slots = np.where(page_ids > 0, page_ids * size + positions % size, -1)
-            self._slots[key] = torch.from_numpy(slots.ravel()).to(self._mirrors[group].device)
-        return self._slots[key]
+        device = self._mirrors[group].device
+        stream = torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
+        key = (group, start, stop, stream)
+        step = self._steps.get(key)
+        if step is None or self._behind_from != UP_TO_DATE:
+            self._catch_up()
+            self.pool.use_stream(device)
+            step = self._steps[key] = StepTensors(self, group, start, stop)
+        return step
+
+    def slot_mapping(self, group: int, start: int, stop: int) -> Tensor:
+        """Slots of positions `start` to `stop - 1` of each row: `[S * (stop - start)]` int64."""
+        return self.step(group, start, stop).slot_mapping
+
+    def padding(self, tokens: tuple[int, ...], device: torch.device) -> Tensor:
+        """`tokens` of left padding of each row, `[S]` int32 on `device`; kept for the next step."""
+        if (tokens, device) not in self._paddings:
+            if any(known != tokens for known, _ in self._paddings):
+                self._paddings.clear()
+            self._paddings[tokens, device] = to_device(np.array(tokens, np.int32), device)
+        return self._paddings[tokens, device]
 
     def _update_mirrors(self, low: int, high: int) -> None:
         """Bring the device's entries of logical pages `low` to `high - 1` up to date."""
-        self._slots.clear()
+        self._steps.clear()
+        self.num_changes += low < high
         for group, mirror in enumerate(self._mirrors):
             self.pool.use_stream(mirror.device)
             mirror.write([table.entries(low, high, group) for table in self.tables], low, high)
@@ -142,6 +167,72 @@ class SequenceBatch:
         if self._behind_from != UP_TO_DATE:
             size = self.pool.geometry.page_size
             self._update_mirrors(self._behind_from, pages_for(self.length, size))
+
+
+class StepTensors:
+    """What ops need of one step in one layer group; each is made when first asked for."""
+
+    def __init__(self, batch: SequenceBatch, group: int, start: int, stop: int):
+        self._batch = batch
+        self._mirror = batch._mirrors[group]
+        self.start = start
+        self.stop = stop
+        self._plans: dict[tuple[int | None, tuple[int, ...] | None], ops.DecodePlan | None] = {}
+
+    @cached_property
+    def page_table(self) -> Tensor:
+        """`[S, M]` int32: the pages of positions 0 to `stop - 1`."""
+        pages = pages_for(self.stop, self._batch.pool.geometry.page_size)
+        return self._mirror.device_table[:, :pages]
+
+    @cached_property
+    def slot_mapping(self) -> Tensor:
+        """`[S * (stop - start)]` int64: where the K/V of the step's tokens lie, row by row."""
+        size = self._batch.pool.geometry.page_size
+        positions = np.arange(self.start, self.stop)
+        page_ids = self._mirror.host[:, positions // size].astype(np.int64)
+        slots = np.where(page_ids > 0, page_ids * size + positions % size, -1)
+        return to_device(slots.ravel(), self._mirror.device)
+
+    @cached_property
+    def seq_lens(self) -> Tensor:
+        """`[S]` int32: tokens of each row after the step."""
+        return torch.full(
+            (len(self._batch),), self.stop, dtype=torch.int32, device=self._mirror.device
+        )
+
+    @cached_property
+    def cu_query_lens(self) -> Tensor:
+        """`[S + 1]` int32: row `s` asks with the step's tokens `cu[s]` to `cu[s + 1] - 1`."""
+        rows = torch.arange(len(self._batch) + 1, dtype=torch.int32, device=self._mirror.device)
+        return rows * (self.stop - self.start)
+
+    def starts(self, padding: tuple[int, ...] | None) -> Tensor | None:
+        """`[S]` int32: tokens of left padding of each row, on the device."""
+        return None if padding is None else self._batch.padding(padding, self._mirror.device)
+
+    def plan(
+        self, key_pages: Tensor, window: int | None, padding: tuple[int, ...] | None
+    ) -> ops.DecodePlan | None:
+        """How attention of one query a row is cut; `key_pages` are those of any layer."""
+        key = (window, padding)
+        if key not in self._plans:
+            self._plans[key] = ops.plan_decode(
+                self.seq_lens,
+                self.page_table,
+                key_pages,
+                window=window,
+                starts=self.starts(padding),
+            )
+        return self._plans[key]
+
+
+def to_device(array: npt.NDArray[Any], device: torch.device) -> Tensor:
+    """`array` as a tensor; on the CPU it shares the memory.
+
+    The host does not wait: CUDA has taken a copy of such (pageable) memory when the call returns.
+    """
+    return torch.from_numpy(array).to(device, non_blocking=True)
 
 
 class _PageTableMirror:
@@ -162,9 +253,7 @@ class _PageTableMirror:
             self._set_host(grown)
         self.host[:, low:high] = entries
         if self.device.type != "cpu":
-            self.device_table[:, low:high] = torch.from_numpy(self.host[:, low:high]).to(
-                self.device
-            )
+            self.device_table[:, low:high] = to_device(self.host[:, low:high], self.device)
 
     def select(self, rows: Sequence[int]) -> None:
         self._set_host(self.host[list(rows)])

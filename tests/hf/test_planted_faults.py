@@ -119,9 +119,9 @@ def test_a_lost_token_of_a_later_chunk(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_padding_counted_too_far(monkeypatch: pytest.MonkeyPatch) -> None:
     """A page with a real token in it taken for padding."""
-    real = cache_state._left_padding
+    real = cache_state.leading_zeros
     monkeypatch.setattr(
-        cache_state, "_left_padding", lambda mask: [start + 8 for start in real(mask)]
+        cache_state, "leading_zeros", lambda mask: tuple(start + 8 for start in real(mask))
     )
     with pytest.raises(Difference):
         check("llama", greedy, mask=prompt(tiny("llama"), (20, 11, 3))["attention_mask"])

@@ -108,9 +108,8 @@ def copies_of_a_prompt(model: PreTrainedModel, cache: Cache) -> list[Generated]:
 
 
 def assisted(model: PreTrainedModel, cache: Cache) -> list[Generated]:
-    name = next(name for name in CONFIGS if tiny(name) is model)
-    inputs = prompt(model, (13,))
-    return [run(model, inputs, cache, assistant_model=draft_of(name), max_new_tokens=24)]
+    draft = draft_of(model.family)
+    return [run(model, prompt(model, (13,)), cache, assistant_model=draft, max_new_tokens=24)]
 
 
 def prompt_lookup(model: PreTrainedModel, cache: Cache) -> list[Generated]:

@@ -167,6 +167,38 @@ CONFIGS: dict[str, Callable[[], PreTrainedConfig]] = {
     "bart": _bart,
 }
 
+TWO_KINDS: dict = {
+    **GROUPED,
+    "num_hidden_layers": 4,
+    "head_dim": 8,
+    "layer_types": ["sliding_attention", "full_attention"] * 2,
+    "sliding_window": WINDOW,
+}
+PER_LAYER: dict = {"vocab_size_per_layer_input": VOCABULARY, "hidden_size_per_layer_input": 8}
+
+PECULIAR: dict[str, Callable[[], PreTrainedConfig]] = {
+    # Later layers attend to the K/V that earlier ones got from the cache.
+    "gemma3n": lambda: t.Gemma3nTextConfig(
+        **TWO_KINDS,
+        **PER_LAYER,
+        num_kv_shared_layers=2,
+        altup_num_inputs=2,
+        laurel_rank=4,
+        activation_sparsity_pattern=[0.0] * 4,
+    ),
+    "gemma4": lambda: t.Gemma4TextConfig(**TWO_KINDS, **PER_LAYER, num_kv_shared_layers=2),
+    # Half of the layers see only their chunk of tokens.
+    "llama4": lambda: t.Llama4TextConfig(
+        **TWO_KINDS
+        | {"layer_types": ["chunked_attention", "full_attention"] * 2, "sliding_window": None},
+        attention_chunk_size=8,
+        no_rope_layers=[1, 0, 1, 0],
+        intermediate_size_mlp=48,
+        num_local_experts=2,
+    ),
+}
+"""Families for attention that reads pages to be tried on: their K/V or masks are peculiar."""
+
 ENCODER_DECODER = ("t5", "bart")
 DECODERS = tuple(name for name in CONFIGS if name not in ENCODER_DECODER)
 SLIDING = ("mistral", "gemma2", "gemma3", "gpt_oss")
@@ -175,16 +207,32 @@ RECURRENT = ("qwen3_next",)
 EAGER = ("bloom", "gemma2", "gpt_oss")
 """In 5.17 `sdpa` ignores Gemma 2's softcap; the others have no `sdpa`."""
 
+OFF_THE_INTERFACE = ("falcon",)
+"""Cannot be made with an attention implementation of ours: transformers raises KeyError."""
+
+GATHERING = ("bloom", "deepseek_v3", "t5")
+"""Add a bias to the scores, or change K/V after `update`: never attended to in place."""
+
 
 @functools.cache
 def tiny(name: str) -> PreTrainedModel:
     """The tiny model of that family, fp32, in eval mode. Leave it as it is: tests share it."""
-    return make(CONFIGS[name](), "eager" if name in EAGER else "sdpa")
+    model = make(CONFIGS[name](), "eager" if name in EAGER else "sdpa")
+    model.family = name
+    return model
+
+
+@functools.cache
+def attending(name: str) -> PreTrainedModel:
+    """`tiny(name)` once more, under pageforge attention."""
+    model = make(CONFIGS[name](), "pageforge")
+    model.family = name
+    return model
 
 
 @functools.cache
 def draft_of(name: str) -> PreTrainedModel:
-    """A model whose drafts `tiny(name)` takes now and then: it differs a little.
+    """A model whose drafts that family takes now and then: it differs a little.
 
     Its window is so long that no draft leaves it, for that crashes in transformers 5.17.
     """

@@ -1,4 +1,4 @@
-"""The command line: `pageforge info | run | demo | pool | config`."""
+"""The command line: `pageforge info | run | demo | pool | bench | config`."""
 
 from pageforge.cli.app import main
 

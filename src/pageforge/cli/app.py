@@ -16,7 +16,7 @@ from transformers.utils import logging as transformers_logging
 from typer.core import TyperGroup
 
 from pageforge._version import __version__
-from pageforge.cli import config, demo, info, pool, run
+from pageforge.cli import bench, config, demo, info, pool, run
 from pageforge.cli.output import fail, stderr
 from pageforge.errors import OutOfPages, PageForgeError
 
@@ -52,7 +52,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-for part in (demo, run, pool, info, config):
+for part in (demo, run, pool, bench, info, config):
     part.register(app)
 
 

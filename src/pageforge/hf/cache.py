@@ -105,8 +105,15 @@ class PagedKVCache(DynamicCache):
     @property
     def page_tables(self) -> list[PageTable]:
         """The live page tables, one a row: which pages hold what. Empty before the first update."""
+        self._state.write_pending()
+        self._state.settle()
         batch = self._state.batch
         return [] if batch is None else list(batch.tables)
+
+    @property
+    def num_gathers(self) -> int:
+        """How often a layer's stored K/V were made dense: never while decoding in place."""
+        return self._state.num_gathers
 
     def free(self) -> None:
         """Give every page back. The cache cannot be used any more; freeing twice does nothing."""
@@ -149,6 +156,8 @@ class PagedKVCache(DynamicCache):
     def save(self, path: str | PathLike[str]) -> None:
         """Write the pages and the page tables to a safetensors file."""
         self._state.check_live()
+        self._state.write_pending()
+        self._state.settle()
         if self._other_layers():
             raise UnsupportedModel(
                 "save: expected paged layers only, got layers with another state (linear "
@@ -216,7 +225,7 @@ class PagedKVCache(DynamicCache):
                     "the cache was made for another model, see PagePool.for_model",
                 )
             )
-        return super().update(key_states, value_states, layer_idx, *args, **kwargs)
+        return self.layers[layer_idx].update(key_states, value_states, *args, **kwargs)
 
     def __iter__(self) -> Iterator[tuple[Tensor | None, Tensor | None, Tensor | None]]:
         for layer in self.layers:

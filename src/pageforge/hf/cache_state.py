@@ -2,17 +2,37 @@
 
 from __future__ import annotations
 
+import logging
 from dataclasses import replace
+from typing import Protocol
 
 from torch import Tensor
 from transformers import PreTrainedConfig
 
 from pageforge import ops
-from pageforge.batch import SequenceBatch
-from pageforge.errors import CropError, ShapeError, UnsupportedModel, UseAfterFree, expected
+from pageforge.batch import SequenceBatch, StepTensors
+from pageforge.errors import (
+    CropError,
+    OutOfPages,
+    ShapeError,
+    UnsupportedModel,
+    UseAfterFree,
+    expected,
+)
 from pageforge.geometry import KVGeometry, LayerShape
+from pageforge.hf.fit import check_fit
+from pageforge.hf.padding import leading_zeros
 from pageforge.pool import PagePool
 from pageforge.probe import geometry_of_config, layer_windows
+
+log = logging.getLogger(__name__)
+
+
+class Writes(Protocol):
+    """New tokens whose K/V are not in their pages yet."""
+
+    def write(self) -> None:
+        """Write them."""
 
 
 class CacheState:
@@ -20,6 +40,10 @@ class CacheState:
 
     Layers of one forward are updated one after the other: the first one to bring new tokens claims
     pages for all of them.
+
+    Under pageforge attention the newest token of a layer may be `pending`: attention writes it to
+    its page in the launch that reads the others. Whatever else reads or moves pages writes it
+    first.
     """
 
     def __init__(
@@ -36,47 +60,63 @@ class CacheState:
         self.lengths: dict[int, int] = {}  # layer -> tokens stored
         self.keeps_past = False  # during assisted decoding nothing may leave a window
         self._pool_arguments = (page_size, max_pages, max_memory)
-        self._starts = None if attention_mask is None else _left_padding(attention_mask)
+        self._starts = None if attention_mask is None else leading_zeros(attention_mask)
         self._freed = False
+        self.pending: Writes | None = None
+        self.version = 0  # counts what makes K/V of earlier forwards another's: crop, select, ...
+        self.num_gathers = 0
+        # Of a forward whose masks pageforge attention has made: how long the rows are after it, and
+        # their left padding.
+        self.attended_length: int | None = None
+        self._attended_starts: tuple[int, ...] | None = None
+        self._has_warned = False
         # An encoder-decoder's cross-attention must not come here; see `_check_not_cross_attention`.
         self._has_cross_attention = bool(
             getattr(self.config, "is_encoder_decoder", False)
             or getattr(self.config, "add_cross_attention", False)
         )
         self._latest: int | None = None  # the layer updated last in this forward
+        self._is_ahead = False  # whether the rows have room for one token more than they hold
 
     # --- reading and writing ----------------------------------------------------------------
 
-    def update(
-        self, layer: int, key: Tensor, value: Tensor, window: int | None
-    ) -> tuple[Tensor, Tensor]:
-        """Store K `[S, Hkv, T, Dk]` and V of new tokens; returns those that attention needs.
-
-        That is all tokens, or with a window the last `window - 1` before the new ones.
-        """
+    def claim(self, layer: int, key: Tensor, value: Tensor) -> StepTensors:
+        """Room for K `[S, Hkv, T, Dk]` and V of new tokens of `layer`, which `store` then takes."""
         self.check_live()
-        self._check_not_cross_attention(layer)
+        self.write_pending()
+        if self._has_cross_attention:
+            self._check_not_cross_attention(layer)
         self.prepare(key, value)
         assert self.pool is not None and self.batch is not None  # prepare() made them
         group, key_pages, value_pages = self.pool.layer(layer)
-        self._check_fit(layer, key, value, key_pages, value_pages)
+        check_fit(layer, key, value, key_pages, value_pages, casts=self.pool.casts)
         start = self.length_of(layer)
         stop = start + key.shape[2]
-        self._grow(layer, stop)
-        self.pool.use_stream(key.device)
-        slots = self.batch.slot_mapping(group, start, stop)
-        ops.write_kv(_tokens(key), _tokens(value), key_pages, value_pages, slots)
-        self.lengths[layer] = stop
+        if stop != self.batch.length:
+            self.settle()
+            self._grow(layer, stop)
+        self._is_ahead = False
+        return self.batch.step(group, start, stop)
+
+    def store(self, layer: int, tokens: Writes, length: int, *, later: bool) -> None:
+        """`layer` now has `length` tokens: write the new ones, or with `later` keep them back."""
+        if later:
+            self.pending = tokens
+        else:
+            tokens.write()
+        self.lengths[layer] = length
         self._latest = layer
-        if start == 0:
-            return key.contiguous(), value.contiguous()
-        oldest = 0 if window is None else max(0, start - window + 1)
-        stored_key, stored_value = self.gather(layer, oldest, stop)
-        return stored_key.to(key.dtype), stored_value.to(value.dtype)
+
+    def write_pending(self) -> None:
+        """See to it that every token is in its page."""
+        if self.pending is not None:
+            self.pending.write()
+            self.pending = None
 
     def gather(self, layer: int, start: int, stop: int) -> tuple[Tensor, Tensor]:
         """Dense K and V `[S, Hkv, stop - start, D]` of positions `start` to `stop - 1`."""
         assert self.pool is not None and self.batch is not None
+        self.write_pending()
         group, key_pages, value_pages = self.pool.layer(layer)
         self.pool.use_stream(key_pages.device)
         page_table, first = self.batch.page_table(group, start, stop)
@@ -86,10 +126,54 @@ class CacheState:
     def begin_forward(self) -> None:
         """Masks are being made: what is updated next belongs to a new forward."""
         self._latest = None
+        self.attended_length = None
+
+    def begin_attention(self, length: int, starts: tuple[int, ...] | None) -> None:
+        """Pageforge attention made the mask of this forward, after which rows have `length` tokens.
+
+        `starts`: their left padding, where it is all that the mask hides.
+        """
+        self.attended_length = length
+        self._attended_starts = starts
 
     def length_of(self, layer: int) -> int:
         """Tokens that `layer` has stored, left padding included."""
         return self.lengths.get(layer, 0)
+
+    # --- captured steps: tokens that a graph writes, without `update` -------------------------
+
+    def begin_step(self) -> int:
+        """Room for one token more in each row; returns how many they hold. Raises OutOfPages."""
+        self.check_live()
+        self.write_pending()
+        assert self.batch is not None
+        length = max(self.lengths.values())
+        for layer in self.lengths:
+            if self.batch.length != length + 1:
+                self._grow(layer, length + 1)
+        return length
+
+    def finish_step(self) -> None:
+        """Every layer has one token more."""
+        self.lengths = {layer: length + 1 for layer, length in self.lengths.items()}
+        self._is_ahead = False
+        self.begin_forward()
+
+    def reach_ahead(self) -> None:
+        """Claim the pages of the token after the next one, while the device is busy."""
+        assert self.batch is not None
+        try:
+            self.begin_step()
+        except OutOfPages:
+            return  # then the next step finds out
+        self._is_ahead = True
+
+    def settle(self) -> None:
+        """Give back what `reach_ahead` claimed."""
+        if self._is_ahead:
+            self._is_ahead = False
+            assert self.batch is not None
+            self.batch.crop(self.batch.length - 1)
 
     # --- all rows at once -------------------------------------------------------------------
 
@@ -106,8 +190,10 @@ class CacheState:
             geometry = self._geometry(page_size, key, value)
             self.pool = PagePool(geometry, max_pages=max_pages, max_memory=max_memory)
             self.pool.model_config = self.config
-        if self.batch is None or (self.batch.length == 0 and len(self.batch) != rows):
-            self.batch = SequenceBatch(self.pool, self._row_starts(rows))
+        if self.batch is None or self.batch.length == 0:
+            starts = self._row_starts(rows, key.shape[2])
+            if self.batch is None or self.batch.starts != starts:
+                self.batch = SequenceBatch(self.pool, starts)
         elif len(self.batch) != rows:
             raise ShapeError(
                 expected(
@@ -117,6 +203,12 @@ class CacheState:
                     "reset() the cache, or use batch_select_indices / batch_repeat_interleave",
                 )
             )
+
+    def stored_from(self, rows: int) -> tuple[int, ...] | None:
+        """The left padding of `rows` rows that is not stored; None where that is still open."""
+        if self.batch is not None and self.batch.length:
+            return self.batch.starts
+        return None if self._starts is None else self._row_starts(rows, 0)
 
     def select(self, rows: Tensor) -> None:
         """Row `i` becomes a fork of the former row `rows[i]`."""
@@ -131,6 +223,7 @@ class CacheState:
                     "row indices", f"from {-size} to {size - 1}", indices, "pass rows of the cache"
                 )
             )
+        self._change()
         if indices:
             self.batch.select([row % size for row in indices])
         else:
@@ -154,6 +247,7 @@ class CacheState:
         length = self.length_after_crop(num_tokens)
         if self.batch is None:
             return
+        self._change()
         self.batch.crop(length)
         if self.has_windows:
             self.batch.slide()
@@ -180,11 +274,15 @@ class CacheState:
     def fork(self) -> CacheState:
         """A second state over the same pages."""
         self.check_live()
+        self.write_pending()
+        self.settle()
         child = CacheState.__new__(CacheState)
         child.__dict__.update(self.__dict__)
         child.batch = None if self.batch is None else self.batch.fork()
         child.lengths = dict(self.lengths)
-        child._latest = None
+        child.begin_forward()
+        child.num_gathers = 0
+        child._has_warned = False
         return child
 
     @property
@@ -198,7 +296,20 @@ class CacheState:
         if self._freed:
             raise UseAfterFree("cache: it was freed and holds nothing; make a new PagedKVCache")
 
+    def warn(self, reason: str) -> None:
+        """Say, once for each cache, why attention does not read the pages in place."""
+        if not self._has_warned:
+            self._has_warned = True
+            log.warning("pageforge attention: K/V are gathered, which is slower: %s", reason)
+
     # --- inside -----------------------------------------------------------------------------
+
+    def _change(self) -> None:
+        """Tokens are about to be removed or moved: what was read of them so far is not theirs."""
+        self.write_pending()
+        self.settle()
+        self.begin_forward()
+        self.version += 1
 
     def _geometry(self, page_size: int, key: Tensor, value: Tensor) -> KVGeometry:
         """What the config's model stores; where it cannot be probed, in each layer what this is.
@@ -222,31 +333,39 @@ class CacheState:
             )
 
     def _release(self) -> None:
+        self.pending = None
+        self._change()
         if self.batch is not None:
             self.batch.release()
         self.batch = None
         self.lengths = {}
 
-    def _row_starts(self, rows: int) -> list[int]:
-        """Left padding of each row; a mask of fewer rows is repeated, as beams and samples are."""
-        if self._starts is None:
-            return [0] * rows
-        if rows % len(self._starts):
-            raise ShapeError(
-                expected(
-                    "attention_mask",
-                    f"rows that divide {rows}",
-                    len(self._starts),
-                    "pass the prompt's mask",
+    def _row_starts(self, rows: int, num_tokens: int) -> tuple[int, ...]:
+        """Left padding of each row before a first forward of `num_tokens` tokens.
+
+        A mask of fewer rows is repeated, as beams and samples are.
+        """
+        if self._starts is not None:
+            if rows % len(self._starts):
+                raise ShapeError(
+                    expected(
+                        "attention_mask",
+                        f"rows that divide {rows}",
+                        len(self._starts),
+                        "pass the prompt's mask",
+                    )
                 )
-            )
-        return [start for start in self._starts for _ in range(rows // len(self._starts))]
+            times = rows // len(self._starts)
+            return tuple(start for start in self._starts for _ in range(times))
+        starts = self._attended_starts
+        if starts is not None and self.attended_length == num_tokens and len(starts) == rows:
+            return starts
+        return (0,) * rows
 
     def _grow(self, layer: int, length: int) -> None:
         """Claim pages if `length`, of `layer` after its update, is more than the rows have."""
         assert self.batch is not None
-        if length == self.batch.length:
-            return
+        attended_length, self.attended_length = self.attended_length, None  # unless it fails
         behind = {
             layer: stored for layer, stored in self.lengths.items() if stored < self.batch.length
         }
@@ -261,45 +380,7 @@ class CacheState:
         if self.has_windows and not self.keeps_past:
             self.batch.slide()
         self.batch.append(length - self.batch.length)
-
-    def _check_fit(
-        self, layer: int, key: Tensor, value: Tensor, key_pages: Tensor, value_pages: Tensor
-    ) -> None:
-        rows, _, tokens, _ = key.shape if key.dim() == 4 else (0, 0, 0, 0)
-        for name, tensor, pages in (("key", key, key_pages), ("value", value, value_pages)):
-            heads, dim = pages.shape[1], pages.shape[3]
-            if tensor.shape != (rows, heads, tokens, dim):
-                raise ShapeError(
-                    expected(
-                        f"layer {layer} {name}",
-                        f"[{rows}, {heads}, {tokens}, {dim}]" if rows else "four dims",
-                        list(tensor.shape),
-                        "make the pool with PagePool.for_model(model)",
-                    )
-                )
-            if tensor.device != pages.device:
-                raise ShapeError(
-                    expected(
-                        f"layer {layer} {name}",
-                        f"device {pages.device}",
-                        tensor.device,
-                        "make the pool after moving the model, with PagePool.for_model(model)",
-                    )
-                )
-            if tensor.dtype != pages.dtype and not (self.pool is not None and self.pool.casts):
-                raise ShapeError(
-                    expected(
-                        f"layer {layer} {name}",
-                        f"dtype {pages.dtype}",
-                        tensor.dtype,
-                        "pass dtype= to PagePool.for_model to have K/V cast",
-                    )
-                )
-            if tensor.requires_grad:
-                raise UnsupportedModel(
-                    f"layer {layer} {name}: expected a tensor without gradient, got one that "
-                    f"requires grad; pages are not differentiable: run under torch.no_grad()"
-                )
+        self.attended_length = attended_length
 
     def _check_not_cross_attention(self, layer: int) -> None:
         """A plain cache given to an encoder-decoder would mix self- and cross-attention K/V.
@@ -312,18 +393,3 @@ class CacheState:
                 f"used for cross-attention too; pass "
                 f"EncoderDecoderCache(PagedKVCache(...), DynamicCache())"
             )
-
-
-def _tokens(states: Tensor) -> Tensor:
-    """`[S, H, T, D]` as `[S * T, H, D]`."""
-    return states.transpose(1, 2).flatten(0, 1)
-
-
-def _left_padding(mask: Tensor) -> list[int]:
-    """Zeros before the first one in each row of a mask `[S, T]`."""
-    if mask.dim() != 2:
-        raise ShapeError(
-            expected("attention_mask", "[batch, tokens]", list(mask.shape), "pass a 2-D mask")
-        )
-    leading = (mask != 0).long().cumsum(-1) == 0
-    return [int(count) for count in leading.sum(-1).tolist()]

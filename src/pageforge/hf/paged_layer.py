@@ -9,6 +9,13 @@ from torch import Tensor
 from transformers.cache_utils import CacheLayerMixin
 
 from pageforge.hf.cache_state import CacheState
+from pageforge.hf.new_tokens import NewTokens, lazy_kv
+
+
+class KVLength(int):
+    """A number of K/V that knows whose they are: transformers hands it to the mask function."""
+
+    state: CacheState
 
 
 class PagedLayer(CacheLayerMixin):
@@ -33,8 +40,19 @@ class PagedLayer(CacheLayerMixin):
     def update(
         self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
-        """Store new K/V `[S, Hkv, T, D]`; returns the K/V that attention needs, dense."""
-        return self._state.update(self.index, key_states, value_states, self.window)
+        """Store new K/V `[S, Hkv, T, D]`; returns the K/V that attention needs.
+
+        That is all tokens, or with a window the last `window - 1` before the new ones: lazily in a
+        forward under pageforge attention, else dense.
+        """
+        state = self._state
+        step = state.claim(self.index, key_states, value_states)
+        oldest = 0 if self.window is None else max(0, step.start - self.window + 1)
+        tokens = NewTokens(state, self.index, oldest, step, key_states, value_states)
+        lazily = state.attended_length == step.stop
+        later = lazily and step.stop - step.start == 1
+        state.store(self.index, tokens, step.stop, later=later)
+        return lazy_kv(tokens) if lazily else tokens.dense()
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         """Make what the first update would make, without tokens."""
@@ -68,7 +86,11 @@ class PagedLayer(CacheLayerMixin):
         self._state.begin_forward()
         length = self.get_seq_length()
         offset = 0 if self.window is None else max(0, length - self.window + 1)
-        return length - offset + query_length, offset
+        if torch.compiler.is_compiling():  # torch.compile knows plain numbers only
+            return length - offset + query_length, offset
+        kv_length = KVLength(length - offset + query_length)
+        kv_length.state = self._state
+        return kv_length, offset
 
     def activate_past_recording(self) -> None:
         """Keep what leaves the window, until `record_past` is set to False: drafts roll back."""

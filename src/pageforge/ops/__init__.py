@@ -1,5 +1,21 @@
 """Tensor operations on pages. They know no sequence and no model."""
 
-from pageforge.ops.reference import copy_pages, gather_kv, write_kv
+from pageforge.ops.attend import attend, attend_with_lse, plan_decode, write_and_attend
+from pageforge.ops.copy import copy_pages
+from pageforge.ops.gather import gather_kv
+from pageforge.ops.plan import DecodePlan
+from pageforge.ops.swap import swap_in, swap_out
+from pageforge.ops.write import write_kv
 
-__all__ = ["copy_pages", "gather_kv", "write_kv"]
+__all__ = [
+    "DecodePlan",
+    "attend",
+    "attend_with_lse",
+    "copy_pages",
+    "gather_kv",
+    "plan_decode",
+    "swap_in",
+    "swap_out",
+    "write_and_attend",
+    "write_kv",
+]

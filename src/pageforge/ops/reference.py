@@ -105,8 +105,8 @@ def gather_kv(
 
 def copy_pages(
     pages: Tensor,  # [N, page elements], written
-    source: Tensor,  # [C] int64, on the host
-    target: Tensor,  # [C] int64, on the host
+    source: Tensor,  # [C] int64
+    target: Tensor,  # [C] int64
 ) -> None:
     """`pages[target] = pages[source]`: copy-on-write, for all layers at once.
 
@@ -115,6 +115,26 @@ def copy_pages(
     """
     for old, new in zip(source.tolist(), target.tolist(), strict=True):
         pages[new].copy_(pages[old])
+
+
+def swap_out(
+    pages: Tensor,  # [N, page elements]
+    page_ids: Tensor,  # [C] int64, on the host
+    host: Tensor,  # [C, page elements], on the host, written
+) -> None:
+    """`host[i] = pages[page_ids[i]]`."""
+    for row, page in enumerate(page_ids.tolist()):
+        host[row].copy_(pages[page])
+
+
+def swap_in(
+    host: Tensor,  # [C, page elements], on the host
+    pages: Tensor,  # [N, page elements], written
+    page_ids: Tensor,  # [C] int64, on the host
+) -> None:
+    """`pages[page_ids[i]] = host[i]`."""
+    for row, page in enumerate(page_ids.tolist()):
+        pages[page].copy_(host[row])
 
 
 def _gather(pages: Tensor, page_table: Tensor) -> Tensor:

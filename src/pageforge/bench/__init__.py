@@ -1,0 +1,1 @@
+"""Benchmarks: one file a question, with the physics beside every figure."""

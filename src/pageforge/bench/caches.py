@@ -1,0 +1,247 @@
+"""The ways to run a decode step that are compared: each a context that starts sequences.
+
+A way yields `start(length)`, which makes a new cache for a batch of sequences of `length` tokens
+and returns `Sequences`: call them with tokens `[batch, n]` and get logits.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import AttentionInterface, DynamicCache, PreTrainedModel, StaticCache
+from transformers.cache_utils import Cache
+from transformers.masking_utils import AttentionMaskInterface
+
+from pageforge.bench.models import twin
+from pageforge.geometry import pages_for
+from pageforge.hf.cache import PagedKVCache
+from pageforge.pool import PagePool
+from pageforge.probe import cache_argument
+
+FAST_DECODE = "pageforge.hf.fast_decode"
+
+NO_ATTENTION = "pageforge_bench_no_attention"
+
+CAPTURE_WARMUPS = 3
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What every way is given."""
+
+    model: PreTrainedModel
+    batch: int
+
+    @property
+    def device(self) -> torch.device:
+        """The model's."""
+        return self.model.device
+
+
+@dataclass(frozen=True)
+class Sequences:
+    """A batch in flight. `pool`: where its K/V lie, if they are paged."""
+
+    forward: Callable[[Tensor], Tensor]
+    pool: PagePool | None = None
+
+    def __call__(self, tokens: Tensor) -> Tensor:
+        """Logits of the new tokens `[batch, n]`, which the cache then holds."""
+        return self.forward(tokens)
+
+
+Start = Callable[[int], Sequences]
+Way = Callable[[Setting], "contextlib.AbstractContextManager[Start]"]
+
+
+def caller(model: PreTrainedModel, cache: Cache) -> Callable[[Tensor], Tensor]:
+    """The model call, as a user would write it."""
+    argument = cache_argument(model)
+
+    def forward(tokens: Tensor) -> Tensor:
+        logits: Tensor = model(tokens, use_cache=True, **{argument: cache}).logits
+        return logits
+
+    return forward
+
+
+@contextlib.contextmanager
+def dynamic(setting: Setting) -> Iterator[Start]:
+    """DynamicCache, eager."""
+    model = twin(setting.model)
+    yield lambda length: Sequences(caller(model, DynamicCache(config=model.config)))
+
+
+@contextlib.contextmanager
+def static(setting: Setting) -> Iterator[Start]:
+    """StaticCache of just the length, eager."""
+    model = twin(setting.model)
+    yield lambda length: Sequences(
+        caller(model, StaticCache(config=model.config, max_cache_len=length))
+    )
+
+
+@contextlib.contextmanager
+def static_compiled(setting: Setting) -> Iterator[Start]:
+    """StaticCache under torch.compile(mode="reduce-overhead"), as transformers' docs have it.
+
+    The prompt is run eagerly, one-token steps are compiled.
+    """
+    model = twin(setting.model)
+    argument = cache_argument(model)
+    compiled = torch.compile(model.forward, mode="reduce-overhead", dynamic=False)
+
+    def start(length: int) -> Sequences:
+        cache = StaticCache(config=model.config, max_cache_len=length)
+        eager = caller(model, cache)
+
+        def forward(tokens: Tensor) -> Tensor:
+            if tokens.shape[1] > 1:
+                return eager(tokens)
+            torch.compiler.cudagraph_mark_step_begin()
+            logits: Tensor = compiled(tokens, use_cache=True, **{argument: cache}).logits
+            return logits
+
+        return Sequences(forward)
+
+    yield start
+
+
+def paged_start(setting: Setting, model: PreTrainedModel) -> Start:
+    """PagedKVCache, a pool of its own for each batch of sequences."""
+
+    def start(length: int) -> Sequences:
+        # A page more for each row, since decoding may look a page ahead.
+        pages = setting.batch * (1 + pages_for(length, 16))
+        pool = PagePool.for_model(model, page_size=16, max_pages=pages)
+        return Sequences(caller(model, PagedKVCache(pool)), pool)
+
+    return start
+
+
+@contextlib.contextmanager
+def paged(setting: Setting) -> Iterator[Start]:
+    """PagedKVCache under the model's stock attention."""
+    yield paged_start(setting, twin(setting.model))
+
+
+@contextlib.contextmanager
+def pageforge(setting: Setting) -> Iterator[Start]:
+    """PagedKVCache under attn_implementation="pageforge", eager."""
+    model = twin(setting.model)
+    model.set_attn_implementation("pageforge")
+    yield paged_start(setting, model)
+
+
+def fast_decode(model: PreTrainedModel, *, compile: bool) -> Any:
+    """`pageforge.fast_decode`."""
+    return importlib.import_module(FAST_DECODE).fast_decode(model, compile=compile)
+
+
+@contextlib.contextmanager
+def fast(setting: Setting) -> Iterator[Start]:
+    """fast_decode: captured graphs."""
+    model = twin(setting.model)
+    with fast_decode(model, compile=False):
+        yield paged_start(setting, model)
+
+
+@contextlib.contextmanager
+def fast_compiled(setting: Setting) -> Iterator[Start]:
+    """fast_decode(compile=True)."""
+    model = twin(setting.model)
+    with fast_decode(model, compile=True):
+        yield paged_start(setting, model)
+
+
+def without_attention(model: PreTrainedModel) -> PreTrainedModel:
+    """A twin whose attention returns its queries and which keeps no K/V."""
+    AttentionInterface.register(NO_ATTENTION, _no_attention)
+    AttentionMaskInterface.register(NO_ATTENTION, _no_mask)
+    other = twin(model)
+    other.set_attn_implementation(NO_ATTENTION)
+    return other
+
+
+def _no_attention(
+    module: torch.nn.Module, query: Tensor, *args: Any, **kwargs: Any
+) -> tuple[Tensor, None]:
+    return query.transpose(1, 2), None
+
+
+def _no_mask(*args: Any, **kwargs: Any) -> None:
+    return None
+
+
+@contextlib.contextmanager
+def stub_eager(setting: Setting) -> Iterator[Start]:
+    """No cache and no attention, eager: what everything else of a step costs."""
+    model = without_attention(setting.model)
+    yield lambda length: Sequences(lambda tokens: model(tokens, use_cache=False).logits)
+
+
+def _stub_graph(setting: Setting, compiled: bool) -> Start:
+    model = without_attention(setting.model)
+    if setting.device.type != "cuda":
+        raise RuntimeError("a graph needs a CUDA device")
+    step: Any = torch.compile(model, dynamic=False) if compiled else model
+    token = torch.zeros(setting.batch, 1, dtype=torch.long, device=setting.device)
+
+    def replayed() -> Tensor:
+        logits: Tensor = step(token, use_cache=False).logits
+        return logits
+
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        for _ in range(CAPTURE_WARMUPS):
+            replayed()
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = replayed()
+
+    def forward(tokens: Tensor) -> Tensor:
+        if tokens.shape[1] > 1:
+            logits: Tensor = model(tokens, use_cache=False).logits
+            return logits
+        token.copy_(tokens)
+        graph.replay()
+        return out
+
+    return lambda length: Sequences(forward)
+
+
+@contextlib.contextmanager
+def stub_graph(setting: Setting) -> Iterator[Start]:
+    """The graph of a step without attention and cache: what a graph cannot go below."""
+    yield _stub_graph(setting, compiled=False)
+
+
+@contextlib.contextmanager
+def stub_compiled(setting: Setting) -> Iterator[Start]:
+    """The same, compiled."""
+    yield _stub_graph(setting, compiled=True)
+
+
+WAYS: dict[str, Way] = {
+    "dynamic": dynamic,
+    "static": static,
+    "static compiled": static_compiled,
+    "paged": paged,
+    "pageforge": pageforge,
+    "fast": fast,
+    "fast compiled": fast_compiled,
+    "stub": stub_graph,
+    "stub compiled": stub_compiled,
+}
+"""What each is called in tables, in their order."""
+
+STUBS = {"fast": "stub", "fast compiled": "stub compiled"}
+"""Which stub a way is held against."""

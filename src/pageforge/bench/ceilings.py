@@ -1,0 +1,103 @@
+"""What the device's memory can do: the rates that every figure is a share of."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+
+from pageforge.bench.harness import Candidate, measure
+from pageforge.ops.kernels import jit, tl
+
+READ_BYTES = 4 << 30
+COPY_BYTES = 2 << 30
+"""Many times the L2, and long enough for starts and ends not to count."""
+
+BLOCKS = (2048, 4096, 8192)
+PROGRAMS = (2, 4, 8)
+"""Elements that a program reads at a time; programs for each multiprocessor."""
+
+REPEATS = 5
+
+
+def read_ceiling(device: torch.device, num_bytes: int = READ_BYTES) -> float:
+    """Bytes a second of a kernel that only reads: the best of several shapes of it."""
+    if device.type != "cuda":
+        source = torch.empty(num_bytes // 4).normal_()
+        runs: dict[str, Callable[[], Any]] = {"sum": source.sum}
+    else:
+        processors = torch.cuda.get_device_properties(device).multi_processor_count
+        sweep = max(BLOCKS) * max(PROGRAMS) * processors  # every shape's sweeps divide it
+        source = torch.empty(num_bytes // 4 // sweep * sweep, device=device).normal_()
+        runs = {
+            f"{block} {programs} {interleaved}": partial(
+                stream, source, block, programs * processors, interleaved
+            )
+            for block, programs, interleaved in itertools.product(BLOCKS, PROGRAMS, (True, False))
+        }
+    return _best(runs, device, source.numel() * source.element_size())
+
+
+def copy_ceiling(device: torch.device, num_bytes: int = COPY_BYTES) -> float:
+    """Bytes a second of a copy on the device, bytes read and bytes written together."""
+    source = torch.empty(num_bytes // 4, device=device).normal_()
+    target = torch.empty_like(source)
+    moved = 2 * source.numel() * source.element_size()
+    return _best({"copy": partial(target.copy_, source)}, device, moved)
+
+
+def host_copy_ceilings(device: torch.device, num_bytes: int) -> tuple[float, float]:
+    """Bytes a second of one copy of `num_bytes`: (device to pinned host, host to device)."""
+    inside = torch.empty(num_bytes, dtype=torch.uint8, device=device).random_()
+    outside = torch.empty(num_bytes, dtype=torch.uint8, pin_memory=device.type == "cuda")
+    out = partial(outside.copy_, inside, non_blocking=True)
+    back = partial(inside.copy_, outside, non_blocking=True)
+    return _best({"out": out}, device, num_bytes), _best({"in": back}, device, num_bytes)
+
+
+def _best(runs: dict[str, Callable[[], Any]], device: torch.device, num_bytes: int) -> float:
+    builders = {name: partial(Candidate, run, 1) for name, run in runs.items()}
+    timings = measure(builders, device, repeats=REPEATS, graph=False)
+    fitting = [timing.us for timing in timings.values() if timing.ok]
+    if not fitting:
+        raise RuntimeError("; ".join(str(timing.failure) for timing in timings.values()))
+    return num_bytes / min(fitting) * 1e6
+
+
+def stream(source: torch.Tensor, block: int, num_programs: int, interleaved: bool) -> torch.Tensor:
+    """The sums `[num_programs]` of what each program read of `source`, a multiple of a sweep.
+
+    `interleaved`: neighbouring programs read neighbouring blocks; else each its own stretch.
+    """
+    sweeps = source.numel() // (block * num_programs)
+    out = torch.empty(num_programs, device=source.device)
+    _stream_kernel[(num_programs,)](
+        source,
+        out,
+        sweeps,
+        num_programs if interleaved else 1,
+        1 if interleaved else sweeps,
+        BLOCK=block,
+        num_warps=8,
+    )
+    return out
+
+
+@jit()
+def _stream_kernel(
+    source_ptr,  # [elements] float32
+    out_ptr,  # [programs] float32
+    sweeps,
+    sweep_step,  # blocks from one sweep to the next
+    program_step,  # blocks from one program to the next
+    BLOCK: tl.constexpr,
+):
+    program = tl.program_id(0)
+    total = tl.zeros([BLOCK], tl.float32)
+    for sweep in range(0, sweeps):
+        block = (sweep * sweep_step + program * program_step).to(tl.int64)
+        total += tl.load(source_ptr + block * BLOCK + tl.arange(0, BLOCK))
+    tl.store(out_ptr + program, tl.sum(total, 0))

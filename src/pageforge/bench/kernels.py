@@ -1,0 +1,44 @@
+"""How fast are the ops, against the device's limits and beside their peers?
+
+Timed by graph replay on K/V that no cache holds, in shuffled pages; each output is checked once
+against the reference in float64. Bytes and floors are arithmetic, everything else is measured.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from pageforge.bench import attention, cache_ops, prefill
+from pageforge.bench.ceilings import copy_ceiling, read_ceiling
+from pageforge.bench.context import Bench
+from pageforge.bench.harness import failure
+
+SECTIONS: dict[str, Callable[[Bench], None]] = {
+    "decode": attention.decode,
+    "ragged": attention.ragged,
+    "invariant": attention.invariant,
+    "cache": cache_ops.cache_ops,
+    "prefill": prefill.prefill,
+}
+
+
+def run(bench: Bench, only: Sequence[str] = ()) -> None:
+    """The sections named, or all, in order."""
+    bench.read = read_ceiling(bench.device)
+    bench.copy = copy_ceiling(bench.device)
+    bench.report.add(section="ceilings", read_bytes_per_s=bench.read, copy_bytes_per_s=bench.copy)
+    bench.console.print(
+        f"read ceiling {bench.read / 1e9:,.0f} GB/s, copy ceiling {bench.copy / 1e9:,.0f} GB/s "
+        f"(read + written)\n"
+    )
+    for name, section in SECTIONS.items():
+        if not only or name in only:
+            try:
+                section(bench)
+            except Exception as error:  # what the others find must not be lost
+                bench.report.add(section=name, failure=failure(error))
+                bench.console.print(f"{name}: {failure(error)}")
+            bench.console.print()
+    if bench.budget.left_out:
+        bench.report.add(section="left out", names=bench.budget.left_out)
+        bench.console.print(f"no time left for: {', '.join(bench.budget.left_out)}")

@@ -1,0 +1,103 @@
+"""Models of real shapes with random weights: time does not depend on what the weights say."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+from typing import Any
+
+import torch
+from transformers import (
+    AutoModelForCausalLM,
+    GPT2Config,
+    LlamaConfig,
+    PreTrainedConfig,
+    PreTrainedModel,
+    Qwen3Config,
+)
+
+SHAPES: dict[str, tuple[type[PreTrainedConfig], dict[str, Any], torch.dtype]] = {
+    "gpt2": (GPT2Config, {}, torch.float16),
+    "smollm2": (
+        LlamaConfig,
+        {
+            "hidden_size": 576,
+            "intermediate_size": 1536,
+            "num_hidden_layers": 30,
+            "num_attention_heads": 9,
+            "num_key_value_heads": 3,
+            "head_dim": 64,
+            "vocab_size": 49152,
+            "max_position_embeddings": 8192,
+            "tie_word_embeddings": True,
+        },
+        torch.bfloat16,
+    ),
+    "qwen3-0.6b": (
+        Qwen3Config,
+        {
+            "hidden_size": 1024,
+            "intermediate_size": 3072,
+            "num_hidden_layers": 28,
+            "num_attention_heads": 16,
+            "num_key_value_heads": 8,
+            "head_dim": 128,
+            "vocab_size": 151936,
+            "max_position_embeddings": 40960,
+            "tie_word_embeddings": True,
+        },
+        torch.bfloat16,
+    ),
+    "llama-8b": (
+        LlamaConfig,
+        {
+            "hidden_size": 4096,
+            "intermediate_size": 14336,
+            "num_hidden_layers": 32,
+            "num_attention_heads": 32,
+            "num_key_value_heads": 8,
+            "head_dim": 128,
+            "vocab_size": 128256,
+            "max_position_embeddings": 8192,
+        },
+        torch.bfloat16,
+    ),
+    "tiny": (
+        LlamaConfig,
+        {
+            "hidden_size": 64,
+            "intermediate_size": 128,
+            "num_hidden_layers": 2,
+            "num_attention_heads": 4,
+            "num_key_value_heads": 2,
+            "head_dim": 16,
+            "vocab_size": 256,
+            "max_position_embeddings": 128,
+            "initializer_range": 0.2,
+        },
+        torch.float32,
+    ),
+}
+"""Config class, its arguments, and the dtype on CUDA."""
+
+
+def make_model(name: str, device: torch.device) -> PreTrainedModel:
+    """A model of that shape on `device`, in fp32 on the CPU; the same weights every time."""
+    kind, arguments, dtype = SHAPES[name]
+    config: PreTrainedConfig = kind(**arguments)
+    torch.manual_seed(0)
+    with torch.device(device):
+        model: PreTrainedModel = AutoModelForCausalLM.from_config(
+            config, dtype=dtype if device.type == "cuda" else torch.float32
+        )
+    # Nothing may end early, and nothing is drawn.
+    model.generation_config.eos_token_id = None
+    model.generation_config.pad_token_id = 0
+    return model.eval()
+
+
+def twin(model: PreTrainedModel) -> PreTrainedModel:
+    """A second model over the same weights: it can be compiled or changed without the first."""
+    tensors = itertools.chain(model.parameters(), model.buffers())
+    other: PreTrainedModel = copy.deepcopy(model, {id(tensor): tensor for tensor in tensors})
+    return other

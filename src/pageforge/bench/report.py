@@ -1,0 +1,159 @@
+"""What a benchmark leaves: records in a JSON file, and tables on the screen."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import platform
+import shlex
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console, Group
+from rich.table import Table
+from rich.text import Text
+
+from pageforge._version import __version__
+
+FAILED = 2
+"""Columns of a row that has a name and the reason why there is nothing else."""
+
+LIBRARIES = ("torch", "transformers", "triton", "numpy")
+
+
+class Report:
+    """Records of one run. The file is written anew with each, so that a run cut short leaves it."""
+
+    def __init__(self, question: str, path: Path | None, machine: dict[str, Any]):
+        self.question = question
+        self.machine = machine
+        self.command = shlex.join(["pageforge", *sys.argv[1:]])
+        self.began = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
+        self.records: list[dict[str, Any]] = []
+        self._path = path
+        self._clock = time.monotonic()
+        self._save()
+
+    def add(self, **record: Any) -> dict[str, Any]:
+        """Note one result; returns it."""
+        self.records.append(record)
+        self._save()
+        return record
+
+    def _save(self) -> None:
+        if self._path is None:
+            return
+        whole = {
+            "question": self.question,
+            "command": self.command,
+            "began": self.began,
+            "seconds": time.monotonic() - self._clock,
+            "machine": self.machine,
+            "records": self.records,
+        }
+        partial = self._path.with_name(self._path.name + ".part")
+        partial.write_text(json.dumps(jsonable(whole), indent=1) + "\n")
+        partial.replace(self._path)
+
+
+def machine(device: torch.device, commit: str | None = None) -> dict[str, Any]:
+    """What the figures depend on. `commit`: where the code stands outside a git checkout."""
+    found: dict[str, Any] = {
+        "device": str(device),
+        "python": platform.python_version(),
+        "pageforge": __version__,
+        "commit": commit or _commit(),
+        "cpus": os.cpu_count(),
+        "threads": torch.get_num_threads(),
+        **{name: _version(name) for name in LIBRARIES},
+    }
+    if device.type == "cuda":
+        properties = torch.cuda.get_device_properties(device)
+        found |= {
+            "gpu": properties.name,
+            "capability": list(torch.cuda.get_device_capability(device)),
+            "multiprocessors": properties.multi_processor_count,
+            "l2_bytes": getattr(properties, "L2_cache_size", None),
+            "memory_bytes": properties.total_memory,
+            "cuda": torch.version.cuda,
+            "driver": _output("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"),
+            "cudnn_attention": torch.backends.cuda.cudnn_sdp_enabled(),
+        }
+    return found
+
+
+def table(title: str, columns: Sequence[str], rows: Sequence[Sequence[object]]) -> Group:
+    """Numbers to the right, three significant digits; None shows as a dash.
+
+    A row of a name and text alone is of something that failed: it goes below the table.
+    """
+    shown = Table(box=None, pad_edge=False, padding=(0, 1, 0, 0), header_style="bold")
+    for index, column in enumerate(columns):
+        shown.add_column(column, justify="left" if index == 0 else "right", no_wrap=True)
+    failed = [Text(f"{row[0]}: {row[1]}") for row in rows if len(row) == FAILED]
+    for row in rows:
+        if len(row) != FAILED:
+            shown.add_row(*map(cell, row))
+    return Group(Text(title, "bold"), shown, *failed)
+
+
+def cell(value: object) -> str:
+    """One value for a table."""
+    if value is None:
+        return "-"
+    if isinstance(value, float):
+        if not math.isfinite(value):
+            return "-"
+        if value and abs(value) < 0.01:
+            return f"{value:.1e}"
+        return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.3g}"
+    return str(value)
+
+
+def wide(console: Console) -> Console:
+    """`console`, wide enough for our tables also where there is no screen."""
+    if not console.is_terminal:
+        console.width = max(console.width, 150)
+    return console
+
+
+def jsonable(value: Any) -> Any:
+    """`value` as strict JSON has it: no NaN, no infinity."""
+    if isinstance(value, dict):
+        return {str(key): jsonable(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [jsonable(item) for item in value]
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    return value if isinstance(value, str | int | bool | None) else str(value)
+
+
+def _version(name: str) -> str | None:
+    try:
+        return metadata.version(name)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def _commit() -> str | None:
+    """The checkout's commit, with a + where files differ from it."""
+    here = str(Path(__file__).parent)
+    commit = _output("git", "-C", here, "rev-parse", "--short=12", "HEAD")
+    changed = _output("git", "-C", here, "status", "--porcelain", "--untracked-files=no")
+    return f"{commit}+" if commit and changed else commit
+
+
+def _output(*command: str) -> str | None:
+    """What a command prints; None where it is not there or fails."""
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=10, check=True)
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return done.stdout.strip() or None

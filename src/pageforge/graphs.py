@@ -1,0 +1,151 @@
+"""Captured decode steps: one CUDA graph for each number of rows, replayed for every token.
+
+At batch 1 a decode step is hundreds of kernels that each run for microseconds, and launching them
+from Python takes several times as long. A graph launches them all at once. What differs from step
+to step lies in tensors that stay where they are: tokens, positions, page tables and lengths.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from pageforge import ops
+from pageforge.batch import SequenceBatch
+from pageforge.geometry import pages_for
+from pageforge.ops import DecodePlan
+from pageforge.pool import PagePool
+
+WARM_UPS = 2
+"""Runs before a capture: libraries choose their kernels, Triton compiles its own."""
+
+
+def bucket(num_rows: int) -> int:
+    """How many rows to capture for `num_rows`: at most a quarter more, so that few graphs do."""
+    step = 1 << max(0, num_rows.bit_length() - 3)
+    return -(-num_rows // step) * step
+
+
+class StepInputs:
+    """The tensors that a captured decode step reads; they stay where they are.
+
+    There are `rows` rows; those beyond the batch have no tokens, write nothing and give 0.
+    """
+
+    def __init__(self, pool: PagePool, rows: int, max_tokens: int, positions: Sequence[int]):
+        """`positions`: the shape of `position_ids`, its batch dim aside: () or (3,), say."""
+        self.pool = pool
+        self.device = torch.device(pool.geometry.groups[0].shape.device)
+        self.rows = rows
+        self.max_tokens = max_tokens
+        width = pages_for(max_tokens, pool.geometry.page_size)
+        with torch.inference_mode(False):  # else they could only be written to in that mode
+            self.tokens = torch.zeros(rows, 1, dtype=torch.int64, device=self.device)
+            self.positions = self.tokens.new_zeros(*positions, rows, 1)
+            self.seq_lens = torch.zeros(rows, dtype=torch.int32, device=self.device)
+            self.starts = torch.zeros_like(self.seq_lens)
+            self._more = torch.zeros_like(self.seq_lens)  # tokens that a step adds to each row
+            self.cu_query_lens = torch.arange(rows + 1, dtype=torch.int32, device=self.device)
+            self.page_tables = [
+                torch.zeros(rows, width, dtype=torch.int32, device=self.device)
+                for _ in pool.geometry.groups
+            ]
+        self._pages = [pool.pages(group) for group in range(len(pool.geometry.groups))]
+        self._views = {
+            layer: (group, *(_place(view) for view in pool.layer(layer)[1:]))
+            for group, layout in enumerate(pool.geometry.groups)
+            for layer in layout.layers
+        }
+        self._plans: dict[tuple[int, int | None], DecodePlan | None] = {}
+
+    def layer(self, layer: int) -> tuple[Tensor, Tensor]:
+        """K and V pages of a layer, made here from the group's one tensor.
+
+        So torch.compile sees that layers write to different places of the same memory; given them
+        as separate tensors it would copy the pool to be safe.
+        """
+        group, key_place, value_place = self._views[layer]
+        pages = self._pages[group]
+        return pages.as_strided(*key_place), pages.as_strided(*value_place)
+
+    def load(self, batch: SequenceBatch, length: int, starts: Sequence[int] | None) -> None:
+        """Take rows that hold `length` tokens before the next step, `starts` of them padding."""
+        rows = len(batch)
+        for tensor in (self.seq_lens, self._more, self.starts):
+            tensor.zero_()
+        self.seq_lens[:rows] = length
+        self._more[:rows] = 1
+        if starts is not None:
+            self.starts[:rows] = torch.tensor(starts, dtype=torch.int32)
+        self.tokens.zero_()
+        self.positions.zero_()
+        for table in self.page_tables:
+            table.zero_()
+        self.follow(batch)
+
+    def follow(self, batch: SequenceBatch) -> None:
+        """Take over the pages of `batch`."""
+        for group, table in enumerate(self.page_tables):
+            pages, _ = batch.page_table(group, 0, batch.length)
+            table[: len(batch), : pages.shape[1]].copy_(pages)
+
+    def begin(self) -> None:
+        """The captured step begins: every row has one token more."""
+        self._plans.clear()
+        self.seq_lens += self._more
+
+    def plan(self, group: int, window: int | None) -> DecodePlan | None:
+        """How the step is cut into pieces: once for all layers of a group with this window."""
+        key = group, window
+        if key not in self._plans:
+            key_pages, _ = self.layer(self.pool.geometry.groups[group].layers[0])
+            self._plans[key] = ops.plan_decode(
+                self.seq_lens,
+                self.page_tables[group],
+                key_pages,
+                window=window,
+                starts=self.starts,
+            )
+        return self._plans[key]
+
+
+def _place(view: Tensor) -> tuple[torch.Size, tuple[int, ...], int]:
+    return view.shape, view.stride(), view.storage_offset()
+
+
+class CapturedStep:
+    """One decode step of a model as a CUDA graph."""
+
+    def __init__(self, run: Callable[[], Any], memory: Any):
+        """Capture `run`, which reads StepInputs without tokens; `memory` is shared by graphs.
+
+        Raises what `run` raises, and RuntimeError where it does what a graph cannot repeat.
+        """
+        stream = torch.cuda.Stream()
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            for _ in range(WARM_UPS):
+                run()
+        self._graph = torch.cuda.CUDAGraph()
+        try:
+            with _capturing(self._graph, memory, stream):
+                self.outputs = run()
+        except BaseException:
+            # torch leaves its random generator waiting for the end of the capture that failed;
+            # one that succeeds sets it right.
+            with _capturing(torch.cuda.CUDAGraph(), None, stream):
+                pass
+            raise
+        torch.cuda.current_stream().wait_stream(stream)
+
+    def replay(self) -> None:
+        """Run the step; `outputs` holds what it gave until any graph of the same memory runs."""
+        self._graph.replay()
+
+
+def _capturing(graph: torch.cuda.CUDAGraph, memory: Any, stream: torch.cuda.Stream) -> Any:
+    # What other threads ask of CUDA meanwhile does no harm.
+    return torch.cuda.graph(graph, pool=memory, stream=stream, capture_error_mode="thread_local")

@@ -1,0 +1,314 @@
+"""fast_decode: the one-token steps of `generate()` as replays of captured CUDA graphs."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import inspect
+import threading
+import weakref
+from collections import Counter
+from collections.abc import Hashable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+from transformers.utils import logging
+
+from pageforge.errors import PageForgeError, UnsupportedModel
+from pageforge.hf.attention import NAME
+from pageforge.hf.cache import PagedKVCache
+from pageforge.hf.decode_step import Call, DecodeStep, agree
+from pageforge.model_state import ModelState, hooks_on
+from pageforge.pool import PagePool
+from pageforge.probe import cache_argument
+
+logger = logging.get_logger(__name__)
+
+MAX_WASTED = 8
+"""Captures in a row that may be dropped early, because the model changed, before that is given up."""
+
+WORTHWHILE = 32
+"""Replays that repay a capture."""
+
+MAX_TOKENS = 131072
+"""Room for a row in a captured step's page tables, where neither model nor pool has fewer."""
+
+MOVING_ROPE = frozenset({"dynamic", "longrope"})
+"""Rotary embeddings that change with the length, on the host."""
+
+
+@contextlib.contextmanager
+def fast_decode(
+    model: PreTrainedModel, *, compile: bool = False, allow_hooks: bool = False
+) -> Iterator[FastDecode]:
+    """Within this context, decode steps of `model` run as captured CUDA graphs.
+
+        with pageforge.fast_decode(model):
+            model.generate(**inputs, max_new_tokens=100)
+
+    `generate` (greedy, sampling, beams) makes a PagedKVCache if none is passed. Forwards of one
+    token a row with a PagedKVCache are replayed; all else runs as ever, under pageforge attention.
+    A step is captured when it first comes, for its number of rows rounded up; with `compile` it
+    goes through torch.compile before, which takes tens of seconds. The first replay of each capture
+    is compared with the same step run eagerly.
+
+    What cannot be captured runs eagerly: the object that the context gives says how often and why.
+    A capture is dropped when the model has changed since (hooks, adapters, settings, weights that
+    moved). Python hooks on modules inside the model would not run in a replay: with such there are
+    none, unless `allow_hooks` says that they matter to longer forwards alone.
+
+    While the context lives a cache may hold one page a row ahead. The model is left as it was
+    found. On the CPU nothing is done, and a warning says so.
+    """
+    decode = FastDecode(model, compile=compile, allow_hooks=allow_hooks)
+    device = model.device.type
+    if device != "cuda":
+        logger.warning(
+            "fast_decode: expected a model on a CUDA device, got one on %s; it does nothing", device
+        )
+        yield decode
+        return
+    with decode._installed():
+        yield decode
+
+
+class FastDecode:
+    """What `fast_decode` gives: counts of replays and captures, and of eager steps by reason."""
+
+    def __init__(self, model: PreTrainedModel, *, compile: bool, allow_hooks: bool):
+        self.num_replays = 0
+        self.num_captures = 0
+        self.eager_steps: Counter[str] = Counter()
+        self._model = model
+        self._compile = compile
+        self._allow_hooks = allow_hooks
+        self._cache_name = cache_argument(model)
+        self._forward = model.forward
+        self._generate = model.generate
+        self._parameters = list(inspect.signature(model.forward).parameters)
+        self._pool: PagePool | None = None
+        self._steps: dict[Hashable, DecodeStep | str] = {}  # or why there is none
+        self._state: ModelState | None = None
+        self._num_wasted = 0
+        self._num_repaid = 0  # replays since the last capture
+        self._memory: Any = None
+        self._stream: torch.cuda.Stream | None = None
+        self._caches: weakref.WeakSet[PagedKVCache] = weakref.WeakSet()
+        self._lock = threading.RLock()
+
+    # --- coming and going -------------------------------------------------------------------
+
+    @contextlib.contextmanager
+    def _installed(self) -> Iterator[None]:
+        model = self._model
+        if isinstance(getattr(model.forward, "__wrapped_by__", None), FastDecode):
+            raise PageForgeError(
+                "fast_decode: expected a model outside of it, got one inside; leave that context "
+                "first"
+            )
+        configs = {id(part.config): part.config for part in _parts(model)}.values()
+        attention = [(config, config._attn_implementation) for config in configs]
+        own = {name: vars(model)[name] for name in ("forward", "generate") if name in vars(model)}
+        self._memory = torch.cuda.graph_pool_handle()
+        try:
+            model.set_attn_implementation(NAME)
+            model.forward = self._wrap(self._forward, self._step_or_forward)
+            model.generate = self._wrap(self._generate, self._generate_paged)
+            yield
+        finally:
+            for name in ("forward", "generate"):
+                vars(model).pop(name, None)
+            vars(model).update(own)
+            for config, implementation in attention:
+                config._attn_implementation = implementation
+            self._steps.clear()
+            self._state = None
+            for cache in self._caches:
+                cache._state.settle()
+
+    def _wrap(self, original: Any, replacement: Any) -> Any:
+        @functools.wraps(original)
+        def wrapper(*args: Any, **kwargs: Any) -> Any:
+            return replacement(*args, **kwargs)
+
+        wrapper.__wrapped_by__ = self  # type: ignore[attr-defined]
+        return wrapper
+
+    def _generate_paged(self, *args: Any, **kwargs: Any) -> Any:
+        """`generate` with a PagedKVCache, where it would make a cache of its own."""
+        settings = kwargs.get("generation_config") or self._model.generation_config
+        makes_its_own = (
+            kwargs.get(self._cache_name) is None
+            and kwargs.get("past_key_values") is None
+            and kwargs.get("use_cache", settings.use_cache) is not False
+            and kwargs.get("cache_implementation", settings.cache_implementation) is None
+            and not self._model.config.is_encoder_decoder
+        )
+        if makes_its_own:
+            if self._pool is None:
+                self._pool = PagePool.for_model(self._model)
+            kwargs[self._cache_name] = PagedKVCache(self._pool)
+        return self._generate(*args, **kwargs)
+
+    # --- forwards ---------------------------------------------------------------------------
+
+    def _step_or_forward(self, *args: Any, **kwargs: Any) -> Any:
+        kwargs = dict(zip(self._parameters, args, strict=False)) | kwargs
+        found = self._call(kwargs)
+        if isinstance(found, Call):
+            with self._lock:
+                found = self._replay(found, kwargs)
+        if found is not None and not isinstance(found, str):
+            return found
+        if found is not None:
+            if not self.eager_steps[found]:
+                logger.warning("fast_decode: decode steps run eagerly: %s", found)
+            self.eager_steps[found] += 1
+        return self._forward(**kwargs)
+
+    def _call(self, kwargs: dict[str, Any]) -> Call | str | None:
+        """The decode step asked for; why it cannot be replayed; None where it is no such step."""
+        options = dict(kwargs)
+        tokens, mask, positions, *caches = (
+            options.pop(name, None)
+            for name in ("input_ids", "attention_mask", "position_ids", "past_key_values", "cache")
+        )
+        cache = next((cache for cache in caches if cache is not None), None)
+        if tokens is None or tokens.dim() != 2 or tokens.shape[1] != 1 or cache is None:
+            return None
+        if not isinstance(cache, PagedKVCache):
+            return f"the cache is a {type(cache).__name__}"
+        if not cache.get_seq_length() or len(tokens) != cache._state.batch_size:
+            return None  # a prompt of one token, or an error that the eager forward explains
+        if torch.is_grad_enabled():
+            return "gradients are enabled"
+        if self._model.training:
+            return "the model is in training mode"
+        if mask is not None and (
+            mask.dim() != 2
+            or mask.shape != (len(tokens), cache.get_seq_length() + 1)
+            or mask.device != tokens.device
+        ):
+            return "the attention mask is not [rows, tokens] on the model's device"
+        for name, option in options.items():
+            if isinstance(option, Tensor) or not isinstance(option, Hashable):
+                return f"{name} is passed"
+        return Call(tokens, positions, mask, cache, tuple(sorted(options.items())))
+
+    def _replay(self, call: Call, kwargs: dict[str, Any]) -> Any:
+        """The step's output, or why it has to run eagerly."""
+        state = call.cache._state
+        step = self._steps.get(call.variant)
+        if step is None or (
+            isinstance(step, DecodeStep) and not step.fits(call.cache.get_seq_length())
+        ):
+            reason = self._obstacle(call)
+            if reason is not None:
+                return reason
+            step = self._steps[call.variant] = self._capture(call)
+        if isinstance(step, str):
+            return step
+        self._order_streams()
+        length = state.begin_step()
+        self._caches.add(call.cache)
+        replayed = step.replay(call, length)
+        if replayed is None:
+            return "the attention mask hides other tokens than left padding"
+        output, mask_was_right = replayed
+        # The device is busy with the step: time to see whether all was as the step assumes.
+        assert self._state is not None
+        change = self._state.change()
+        if change is not None:
+            return self._forget(change)
+        if not mask_was_right():
+            return "the attention mask hides other tokens than left padding"
+        if step.is_trusted:
+            self.num_replays += 1
+            self._num_repaid += 1
+            state.finish_step()
+        else:
+            replayed_output, output = output, self._forward(**kwargs)
+            if not agree(replayed_output, output):
+                self._steps[call.variant] = "a replay gave another result than the eager step"
+                logger.warning("fast_decode: %s; steps run eagerly", self._steps[call.variant])
+                return output
+            step.is_trusted = True
+        state.reach_ahead()
+        if state.batch is not None:
+            step.follow(state.batch)
+        return output
+
+    def _capture(self, call: Call) -> DecodeStep | str:
+        """A captured step, or why there can be none."""
+        # What the model itself changes in a forward shows as a change at once.
+        state = ModelState(self._model)
+        try:
+            step = DecodeStep(
+                self._forward,
+                self._cache_name,
+                call,
+                self._max_tokens(call.cache),
+                self._memory,
+                compile=self._compile,
+            )
+        except Exception as error:  # whatever a model does that a graph cannot repeat
+            logger.debug("fast_decode: capture failed", exc_info=True)
+            return f"a step cannot be captured: {error}"
+        if state.change() is not None:
+            return f"{state.change()} in each forward"
+        self._state = self._state or state
+        self.num_captures += 1
+        self._num_repaid = 0
+        return step
+
+    def _obstacle(self, call: Call) -> str | None:
+        """Why the model cannot be captured, as far as that shows beforehand."""
+        if self._num_wasted >= MAX_WASTED:
+            return "the model changes too often"
+        if not self._allow_hooks and (reason := hooks_on(self._model)) is not None:
+            return reason
+        if "position_ids" not in self._parameters:
+            return "the model takes no position_ids"
+        if self._model.config._attn_implementation != NAME:
+            return "the model does not take pageforge attention"
+        if call.cache._other_layers():
+            return "layers keep another state than K/V"
+        tensors = [*self._model.parameters(), *self._model.buffers()]
+        devices = {tensor.device for tensor in tensors} | {
+            torch.device(group.shape.device) for group in call.cache.pool.geometry.groups
+        }
+        if len({(device.type, device.index or 0) for device in devices}) > 1:
+            return f"model and pages lie on several devices: {sorted(map(str, devices))}"
+        for part in self._model.modules():
+            if getattr(part, "rope_type", None) in MOVING_ROPE:
+                return f"{part.rope_type} rotary embeddings change with the length"
+        return None
+
+    def _max_tokens(self, cache: PagedKVCache) -> int:
+        """How long rows can become."""
+        config = self._model.config.get_text_config()
+        pool = cache.pool
+        room = pool.stats().pages_total * pool.geometry.page_size
+        most = getattr(config, "max_position_embeddings", None) or MAX_TOKENS
+        return max(cache.get_seq_length() + 1, min(most, room, MAX_TOKENS))
+
+    def _forget(self, change: str) -> str:
+        """The model is not what was captured."""
+        self._steps.clear()
+        self._state = None
+        self._num_wasted = 0 if self._num_repaid >= WORTHWHILE else self._num_wasted + 1
+        return f"{change}; steps are captured anew"
+
+    def _order_streams(self) -> None:
+        """The tensors that steps read are shared: whoever comes on another stream waits."""
+        stream = torch.cuda.current_stream()
+        if self._stream is not None and self._stream != stream:
+            stream.wait_stream(self._stream)
+        self._stream = stream
+
+
+def _parts(model: PreTrainedModel) -> list[PreTrainedModel]:
+    """The model and the models inside it, which may have configs of their own."""
+    return [part for part in model.modules() if isinstance(part, PreTrainedModel)]

@@ -1,0 +1,202 @@
+"""NewTokens: the K/V of one `update`, and LazyKV, which stands for all that its layer holds."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+
+from pageforge import ops
+from pageforge.batch import StepTensors
+from pageforge.errors import UseAfterFree
+from pageforge.geometry import pages_for
+from pageforge.hf.cache_state import CacheState
+from pageforge.hf.lazy import LazyTensor
+
+
+class NewTokens:
+    """What one `update` of a layer brought: K `[S, Hkv, T, Dk]` and V `[S, Hkv, T, Dv]`.
+
+    With the stored ones they are read as dense tensors (`dense`), or where they lie (`attend`),
+    until the layer's next update, or until the cache is cropped, reordered or freed.
+    """
+
+    __slots__ = (
+        "_dense",
+        "_version",
+        "key",
+        "key_pages",
+        "layer",
+        "oldest",
+        "state",
+        "step",
+        "value",
+        "value_pages",
+    )
+
+    def __init__(
+        self,
+        state: CacheState,
+        layer: int,
+        oldest: int,
+        step: StepTensors,
+        key: Tensor,
+        value: Tensor,
+    ):
+        """`oldest`: the first position that attention needs."""
+        assert state.pool is not None
+        self.state = state
+        self.layer = layer
+        self.oldest = oldest
+        self.step = step
+        self.key = key
+        self.value = value
+        _, self.key_pages, self.value_pages = state.pool.layer(layer)
+        self._version = state.version
+        self._dense: tuple[Tensor, Tensor] | None = None
+
+    @property
+    def is_dense(self) -> bool:
+        """Whether anyone has the dense tensors, and so may have changed them."""
+        return self._dense is not None
+
+    def write(self) -> None:
+        """Write the new tokens to their pages."""
+        assert self.state.pool is not None
+        self.state.pool.use_stream(self.key_pages.device)
+        ops.write_kv(
+            _by_token(self.key),
+            _by_token(self.value),
+            self.key_pages,
+            self.value_pages,
+            self.step.slot_mapping,
+        )
+
+    def dense(self) -> tuple[Tensor, Tensor]:
+        """K and V `[S, Hkv, L, D]` of positions `oldest` to the newest. Raises UseAfterFree."""
+        if self._dense is None:
+            self._check_current()
+            if self.step.start == 0:
+                self._dense = self.key.contiguous(), self.value.contiguous()
+            else:
+                if self.state.attended_length == self.step.stop:
+                    self.state.warn("the model computes with them by itself")
+                key, value = self.state.gather(self.layer, self.oldest, self.step.stop)
+                self._dense = key.to(self.key.dtype), value.to(self.value.dtype)
+                self.state.num_gathers += 1
+        return self._dense
+
+    def attend(
+        self,
+        query: Tensor,  # [S, Hq, T, Dk]
+        *,
+        scale: float,
+        window: int | None,
+        padding: tuple[int, ...] | None,
+        softcap: float | None,
+        sinks: Tensor | None,  # [Hq]
+    ) -> Tensor:  # [S, T, Hq, Dv]
+        """Causal attention of the new tokens' queries, reading pages. Raises UseAfterFree."""
+        self._check_current()
+        step, state = self.step, self.state
+        count = query.shape[2]
+        plan = step.plan(self.key_pages, window, padding) if count == 1 else None
+        options: dict[str, Any] = {
+            "scale": scale,
+            "window": window,
+            "softcap": softcap,
+            "sinks": sinks,
+            "starts": step.starts(padding),
+            "plan": plan,
+        }
+        if state.pending is self:
+            out = ops.write_and_attend(
+                _dense_last(query.squeeze(2)),
+                _dense_last(self.key.squeeze(2)),
+                _dense_last(self.value.squeeze(2)),
+                self.key_pages,
+                self.value_pages,
+                step.page_table,
+                step.seq_lens,
+                **options,
+            )
+            state.pending = None
+            return out.unsqueeze(1)
+        out = ops.attend(
+            _dense_last(_by_token(query)),
+            self.key_pages,
+            self.value_pages,
+            step.page_table,
+            step.seq_lens,
+            step.cu_query_lens,
+            max_query_len=count,
+            **options,
+        )
+        return out.unflatten(0, (query.shape[0], count))
+
+    def _check_current(self) -> None:
+        state = self.state
+        state.check_live()
+        if self._version != state.version or state.lengths.get(self.layer) != self.step.stop:
+            raise UseAfterFree(
+                f"layer {self.layer}: the K/V that update() returned are read after the cache was "
+                f"cropped, reordered or updated again; read them before"
+            )
+
+
+class LazyKV(LazyTensor):
+    """What `update` returns under pageforge attention: all K or all V of a layer, not gathered."""
+
+    def __init__(
+        self,
+        shape: object,
+        dtype: object,
+        device: object,
+        strides: object,
+        tokens: NewTokens,
+        is_value: bool,
+    ):
+        self.tokens = tokens
+        self.is_value = is_value
+
+    def _make(self) -> Tensor:
+        return self.tokens.dense()[self.is_value]
+
+
+def lazy_kv(tokens: NewTokens) -> tuple[LazyKV, LazyKV]:
+    """K and V that `tokens.dense()` would give, lazily."""
+    return _lazy(tokens, tokens.key, False), _lazy(tokens, tokens.value, True)
+
+
+def _lazy(tokens: NewTokens, new: Tensor, is_value: bool) -> LazyKV:
+    rows, heads, _, dim = new.shape
+    step, strides = tokens.step, None
+    if step.start:  # whole pages are gathered
+        size = tokens.key_pages.shape[2]
+        room = (pages_for(step.stop, size) - tokens.oldest // size) * size
+        strides = (heads * room * dim, room * dim, dim, 1)
+    shape = (rows, heads, step.stop - tokens.oldest, dim)
+    return LazyKV(shape, new.dtype, new.device, strides, tokens, is_value)
+
+
+def tokens_of(key: Tensor, value: Tensor) -> NewTokens | None:
+    """The update that returned these as K and V, or None where they are anything else."""
+    if (
+        type(key) is LazyKV
+        and type(value) is LazyKV
+        and key.tokens is value.tokens
+        and value.is_value
+        and not key.is_value
+    ):
+        return key.tokens
+    return None
+
+
+def _dense_last(states: Tensor) -> Tensor:
+    """The same, copied where the last dim is not dense, for kernels cannot read that."""
+    return states if states.stride(-1) == 1 else states.contiguous()
+
+
+def _by_token(states: Tensor) -> Tensor:
+    """`[S, H, T, D]` as `[S * T, H, D]`."""
+    return states.transpose(1, 2).flatten(0, 1)

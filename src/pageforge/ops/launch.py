@@ -1,0 +1,67 @@
+"""Launching a Triton kernel again and again at little cost to the host.
+
+`kernel[grid](...)` looks at every argument each time to find the compiled variant: some 40 us on an
+H200's host, longer than a small kernel runs. A decode step launches the same few variants for every
+layer, so here the caller names the variant and a dictionary finds it.
+"""
+
+from __future__ import annotations
+
+import functools
+import operator
+from collections.abc import Hashable, Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+VECTOR_BYTES = 16
+"""Kernels compiled for pointers that divide by this load 16 bytes at a time."""
+
+
+def misaligned(tensors: Iterable[Tensor]) -> tuple[bool, ...]:
+    """Which of `tensors` vectors cannot be loaded from; () where that is none, as nearly always."""
+    pointers = [tensor.data_ptr() for tensor in tensors]
+    if functools.reduce(operator.or_, pointers) % VECTOR_BYTES == 0:
+        return ()
+    return tuple([pointer % VECTOR_BYTES != 0 for pointer in pointers])
+
+
+class Launcher:
+    """One Triton kernel and its compiled variants.
+
+    The kernel's parameters are, in this order, what changes from launch to launch and its constants
+    (`tl.constexpr`).
+    """
+
+    def __init__(self, kernel: Any):
+        self._kernel = kernel
+        self._compiled: dict[Hashable, Any] = {}
+
+    def __call__(
+        self,
+        variant: Hashable,
+        device: torch.device,
+        grid: tuple[int, int, int],
+        args: tuple[Any, ...],
+        constants: dict[str, Any],
+        options: dict[str, Any],
+    ) -> None:
+        """Launch on `device`, be it the current one or not.
+
+        All that Triton specialises on must follow from `variant`: constants, options, dtypes,
+        which of `args` are None, alignment, and integers unless the kernel names them in
+        `do_not_specialize`.
+        """
+        if device.type != "cuda":  # Triton's interpreter
+            self._kernel[grid](*args, **constants)
+            return
+        if device.index != torch.cuda.current_device():
+            with torch.cuda.device(device):
+                return self(variant, device, grid, args, constants, options)
+        key = (variant, device.index)
+        compiled = self._compiled.get(key)
+        if compiled is None:
+            compiled = self._kernel.warmup(*args, **constants, **options, grid=grid)
+            self._compiled[key] = compiled
+        compiled[grid](*args, *constants.values())

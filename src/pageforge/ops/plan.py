@@ -1,0 +1,217 @@
+"""How the rows of a decode step are cut into pieces that run side by side.
+
+FlashDecoding (Dao et al., 2023, "Flash-Decoding for long-context inference"): one long row would
+leave most of the GPU idle, so its K/V are cut, and what the pieces found is merged. The cut is made
+on the device from the lengths that lie there, once a step for all layers of a group: lengths change
+under a captured graph without a recapture or a host sync, and a long row among short ones is cut
+finer than they are.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from pageforge.geometry import ceil_div
+from pageforge.ops.kernels import jit, tl, triton
+
+HEADER = 1
+"""A plan's table begins with the number of pieces."""
+
+PIECE = 5
+"""Numbers that describe a piece: row, first token, token after its last, `2 * n + last` (of how
+many it is one, and whether it is the last of its row), and where what it finds is left."""
+
+INVARIANT_PIECES = 32
+"""With `batch_invariant`, into how many pieces a long row is cut."""
+
+INVARIANT_TILES = 2
+"""With `batch_invariant`, the fewest tiles of a piece."""
+
+
+class Tiling(NamedTuple):
+    """How the decode kernel reads K/V."""
+
+    tokens: int  # in a tile
+    num_warps: int
+    num_stages: int
+    per_processor: int  # programs that fit on a multiprocessor at a time
+
+
+class DecodePlan(NamedTuple):
+    """The pieces of a decode step.
+
+    `table` int32: HEADER; for each row, and for the end, where its pieces leave what they find;
+    a counter for each row and KV head of pieces that are done, 0 between launches; PIECE numbers
+    for each piece, in the order in which they run.
+    """
+
+    table: Tensor
+    max_pieces: int  # what the number of pieces cannot exceed
+
+
+def plan_decode(
+    seq_lens: Tensor,  # [S] int32
+    *,
+    num_kv_heads: int,
+    key_dim: int,
+    dtype: torch.dtype,
+    max_seq_len: int,
+    window: int | None = None,
+    starts: Tensor | None = None,  # [S] int32, tokens of left padding
+    cu_query_lens: Tensor | None = None,  # [S + 1] int32; only rows of one query are planned
+    batch_invariant: bool = False,
+) -> DecodePlan:
+    """The plan of one decode step, good for every layer of one group. Launches one small kernel.
+
+    No row is longer than `max_seq_len`, which bounds the number of pieces; one that is gets a piece
+    from -1 to -1, and gives NaN rather than attention to some of its tokens. With `batch_invariant`
+    a row's cut depends on that row alone. S is at most 32,768.
+    """
+    num_rows = seq_lens.shape[0]
+    device = seq_lens.device
+    tiling = tiling_for(key_dim, dtype, device)
+    slots = max(1, tiling.per_processor * num_processors(device) // num_kv_heads)
+    most = max(1, ceil_div(max_seq_len, tiling.tokens))
+    if batch_invariant:
+        max_pieces = num_rows * min(INVARIANT_PIECES, ceil_div(most, INVARIANT_TILES))
+    else:
+        max_pieces = num_rows * most if num_rows * most <= slots else num_rows + slots
+    size = HEADER + num_rows + 1 + num_rows * num_kv_heads + PIECE * max_pieces
+    table = torch.empty(size, dtype=torch.int32, device=device)
+    with torch.cuda.device_of(seq_lens):
+        _plan_kernel[(1,)](
+            seq_lens,
+            starts,
+            cu_query_lens,
+            table,
+            num_rows,
+            slots,
+            max_seq_len,
+            0 if window is None else window,
+            TILE=tiling.tokens,
+            ROWS=triton.next_power_of_2(max(1, num_rows)),
+            KV_HEADS=num_kv_heads,
+            INVARIANT=batch_invariant,
+            MOST=INVARIANT_PIECES,
+            FEWEST=INVARIANT_TILES,
+            HEAD=HEADER,
+            FIELDS=PIECE,
+            num_warps=4,
+        )
+    return DecodePlan(table, max_pieces)
+
+
+@functools.cache
+def tiling_for(key_dim: int, dtype: torch.dtype, device: torch.device) -> Tiling:
+    """Measured on an H200 for fp16 and bf16; elsewhere what every device can hold."""
+    if device.type != "cuda":
+        return Tiling(16, 1, 1, per_processor=4)  # the interpreter: small, so that rows are cut
+    return tiling_of(key_dim, dtype.itemsize, torch.cuda.get_device_capability(device))
+
+
+def tiling_of(key_dim: int, element_size: int, capability: tuple[int, int]) -> Tiling:
+    """The tiling for a device of this compute capability."""
+    if element_size > 2 or key_dim > 128:
+        return Tiling(32, 4, 2, per_processor=2)
+    if capability < (8, 0):  # no asynchronous copies, 64 KiB of shared memory
+        return Tiling(32, 2, 2, per_processor=2)
+    if capability in ((8, 0), (9, 0), (10, 0), (10, 3)):  # 163 KiB and more
+        if key_dim <= 64:
+            return Tiling(128, 4, 3, per_processor=3)
+        return Tiling(64, 4, 3, per_processor=3 if capability >= (9, 0) else 2)
+    return Tiling(64, 4, 3, per_processor=2 if key_dim <= 64 else 1)
+
+
+@functools.cache
+def num_processors(device: torch.device) -> int:
+    """Multiprocessors of the device."""
+    if device.type != "cuda":
+        return 2  # the interpreter
+    return torch.cuda.get_device_properties(device).multi_processor_count
+
+
+@jit(do_not_specialize=["num_rows", "slots", "max_seq_len", "window"])
+def _plan_kernel(
+    lens_ptr,  # [S] int32
+    starts_ptr,  # [S] int32, or None
+    queries_ptr,  # [S + 1] int32, or None
+    table_ptr,
+    num_rows,
+    slots,  # pieces of a KV head that run at a time
+    max_seq_len,
+    window,  # 0 = none
+    TILE: tl.constexpr,
+    ROWS: tl.constexpr,
+    KV_HEADS: tl.constexpr,
+    INVARIANT: tl.constexpr,
+    MOST: tl.constexpr,
+    FEWEST: tl.constexpr,
+    HEAD: tl.constexpr,
+    FIELDS: tl.constexpr,
+):
+    row = tl.arange(0, ROWS)
+    real = row < num_rows
+    length = tl.load(lens_ptr + row, mask=real, other=0)
+    too_long = length > max_seq_len
+    length = tl.where(too_long, 0, length)
+    low = tl.zeros([ROWS], tl.int32)
+    if starts_ptr is not None:
+        low = tl.load(starts_ptr + row, mask=real, other=0)
+    if window > 0:
+        low = tl.maximum(low, length - window)
+    low = tl.minimum(low, length)
+    planned = real
+    if queries_ptr is not None:
+        here = tl.load(queries_ptr + row, mask=real, other=0)
+        planned = real & (tl.load(queries_ptr + row + 1, mask=real, other=0) == here + 1)
+    tiles = tl.where(planned, tl.cdiv(length - low, TILE), 0)
+    if INVARIANT:
+        size = tl.maximum(tl.cdiv(tiles, MOST), FEWEST)
+    else:
+        fair = tl.maximum(tl.cdiv(tl.sum(tiles, 0), slots), 1)
+        common = fair
+        # Somewhat larger pieces, if all of them can run at a time then: a few left over for a
+        # second turn would run alone.
+        if num_rows <= slots:
+            while (common < 2 * fair) & (_count(tiles, common, planned) > slots):
+                common += tl.cdiv(fair, 16)  # few tries, however long the rows
+        size = tl.zeros([ROWS], tl.int32) + common
+    # A row without tokens has one piece too, which writes its zeros.
+    pieces = tl.where(planned, tl.maximum(tl.cdiv(tiles, size), 1), 0)
+    first = tl.cumsum(pieces, 0) - pieces
+    total = tl.sum(pieces, 0)
+    tl.store(table_ptr, total)
+    tl.store(table_ptr + HEAD + row, first, mask=real)
+    tl.store(table_ptr + HEAD + num_rows, total)
+    counters = table_ptr + HEAD + num_rows + 1
+    for head in range(KV_HEADS):
+        tl.store(counters + row * KV_HEADS + head, 0, mask=real)
+    # The pieces of rows that are cut are the largest: they begin, so that none of them runs alone
+    # in the end.
+    cut = tl.where(pieces > 1, pieces, 0)
+    whole = pieces - cut
+    turn = tl.where(
+        pieces > 1, tl.cumsum(cut, 0) - cut, tl.sum(cut, 0) + tl.cumsum(whole, 0) - whole
+    )
+    for piece in range(0, tl.max(pieces, 0)):
+        exists = piece < pieces
+        # Pieces of a row differ by one tile at most.
+        begin = low + piece * tiles // tl.maximum(pieces, 1) * TILE
+        begin = tl.where(too_long, -1, begin)
+        end = low + (piece + 1) * tiles // tl.maximum(pieces, 1) * TILE
+        fields = counters + num_rows * KV_HEADS + FIELDS * (turn + piece)
+        tl.store(fields, row, mask=exists)
+        tl.store(fields + 1, begin, mask=exists)
+        tl.store(fields + 2, tl.where(too_long, -1, tl.minimum(end, length)), mask=exists)
+        tl.store(fields + 3, 2 * pieces + (piece == pieces - 1), mask=exists)
+        tl.store(fields + 4, first + piece, mask=exists)
+
+
+@jit()
+def _count(tiles, size, planned):
+    """Pieces of `size` tiles that all rows are cut into."""
+    return tl.sum(tl.where(planned, tl.maximum(tl.cdiv(tiles, size), 1), 0), 0)

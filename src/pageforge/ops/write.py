@@ -1,0 +1,214 @@
+"""write_kv: new K/V rows to their slots in the pages."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from pageforge.errors import ShapeError, expected
+from pageforge.geometry import ceil_div
+from pageforge.ops import kernels, reference
+from pageforge.ops.checks import check_layer, check_same_device, shape
+from pageforge.ops.kernels import jit, tile_columns, tl
+from pageforge.ops.library import register
+
+
+def write_kv(
+    key: Tensor,  # [T, Hkv, Dk]
+    value: Tensor,  # [T, Hkv, Dv]
+    key_pages: Tensor,  # [N, Hkv, P, Dk], written
+    value_pages: Tensor,  # [N, Hkv, P, Dv], written
+    slot_mapping: Tensor,  # [T] int64; -1 = skip
+) -> None:
+    """`key_pages[slot // P, :, slot % P] = key`, the same for V; rows with slot -1 write nothing.
+
+    `key` and `value` may have any strides (a transposed view is read where it lies). K and V of
+    another dtype are cast to the pages' dtype. Slots must be unique and inside the pool: on CUDA
+    they are not looked at by the host, which waits for nothing, so a graph can capture this.
+
+    Raises ShapeError, and then nothing was written.
+    """
+    heads, key_dim, value_dim = check_layer(key_pages, value_pages)
+    if slot_mapping.dtype != torch.int64 or slot_mapping.dim() != 1:
+        got = f"{shape(slot_mapping)} {slot_mapping.dtype}"
+        raise ShapeError(expected("slot_mapping", "[T] torch.int64", got, "use .flatten().long()"))
+    if not slot_mapping.is_contiguous():
+        fix = "call .contiguous()"
+        raise ShapeError(expected("slot_mapping", "stride 1", slot_mapping.stride(), fix))
+    check_same_device("slot_mapping", slot_mapping, key_pages)
+    num_tokens = slot_mapping.numel()
+    _check_states("key", key, (num_tokens, heads, key_dim), key_pages)
+    _check_states("value", value, (num_tokens, heads, value_dim), key_pages)
+    _write_kv(key, value, key_pages, value_pages, slot_mapping)
+
+
+def _check_states(name: str, states: Tensor, size: tuple[int, int, int], pages: Tensor) -> None:
+    if states.shape != size:
+        fix = "as many rows as slots, and the heads and dim of the pages"
+        raise ShapeError(expected(name, list(size), shape(states), fix))
+    check_same_device(name, states, pages)
+    if not states.dtype.is_floating_point:
+        raise ShapeError(expected(name, "a floating dtype", states.dtype, f"pass {pages.dtype}"))
+
+
+def launch_write_kv(
+    key: Tensor, value: Tensor, key_pages: Tensor, value_pages: Tensor, slot_mapping: Tensor
+) -> None:
+    """`write_kv` by one kernel, K and V side by side in its grid."""
+    num_tokens, num_heads, key_dim = key.shape
+    value_dim = value.shape[2]
+    if num_tokens == 0:
+        return
+    key_columns = tile_columns(num_heads * key_dim)
+    value_columns = tile_columns(num_heads * value_dim)
+    num_programs = sum(
+        ceil_div(num_tokens, kernels.TILE // columns) * ceil_div(num_heads * dim, columns)
+        for columns, dim in ((key_columns, key_dim), (value_columns, value_dim))
+    )
+    with torch.cuda.device_of(key_pages):
+        _write_kernel[(num_programs,)](
+            key,
+            value,
+            key_pages,
+            value_pages,
+            slot_mapping,
+            num_tokens,
+            *key.stride(),
+            *value.stride(),
+            key_pages.stride(0),
+            value_pages.stride(0),
+            HEADS=num_heads,
+            KEY_DIM=key_dim,
+            VALUE_DIM=value_dim,
+            PAGE=key_pages.shape[2],
+            KEY_COLUMNS=key_columns,
+            VALUE_COLUMNS=value_columns,
+            KEY_ALIGN=math.gcd(key.stride(0), key.stride(1), 16),
+            VALUE_ALIGN=math.gcd(value.stride(0), value.stride(1), 16),
+            TILE=kernels.TILE,
+        )
+
+
+@jit(do_not_specialize=["num_tokens"], do_not_specialize_on_alignment=["slots_ptr"])
+def _write_kernel(
+    key_ptr,  # [T, Hkv, Dk]
+    value_ptr,  # [T, Hkv, Dv]
+    key_pages_ptr,  # [N, Hkv, P, Dk]
+    value_pages_ptr,  # [N, Hkv, P, Dv]
+    slots_ptr,  # [T] int64
+    num_tokens,
+    key_token,  # strides in elements, to the next token, head and dim
+    key_head,
+    key_dim,
+    value_token,
+    value_head,
+    value_dim,
+    key_page,  # from page to page
+    value_page,
+    HEADS: tl.constexpr,
+    KEY_DIM: tl.constexpr,
+    VALUE_DIM: tl.constexpr,
+    PAGE: tl.constexpr,
+    KEY_COLUMNS: tl.constexpr,
+    VALUE_COLUMNS: tl.constexpr,
+    KEY_ALIGN: tl.constexpr,
+    VALUE_ALIGN: tl.constexpr,
+    TILE: tl.constexpr,
+):
+    program = tl.program_id(0)
+    chunks: tl.constexpr = (HEADS * KEY_DIM + KEY_COLUMNS - 1) // KEY_COLUMNS
+    of_key = tl.cdiv(num_tokens, TILE // KEY_COLUMNS) * chunks
+    if program < of_key:
+        _write_tile(
+            program,
+            key_ptr,
+            key_pages_ptr,
+            slots_ptr,
+            num_tokens,
+            key_token,
+            key_head,
+            key_dim,
+            key_page,
+            HEADS,
+            KEY_DIM,
+            PAGE,
+            KEY_COLUMNS,
+            KEY_ALIGN,
+            TILE,
+        )
+    else:
+        _write_tile(
+            program - of_key,
+            value_ptr,
+            value_pages_ptr,
+            slots_ptr,
+            num_tokens,
+            value_token,
+            value_head,
+            value_dim,
+            value_page,
+            HEADS,
+            VALUE_DIM,
+            PAGE,
+            VALUE_COLUMNS,
+            VALUE_ALIGN,
+            TILE,
+        )
+
+
+@jit()
+def _write_tile(
+    tile,
+    states_ptr,  # [T, Hkv, D]
+    pages_ptr,  # [N, Hkv, P, D]
+    slots_ptr,  # [T] int64
+    num_tokens,
+    token_stride,
+    head_stride,
+    dim_stride,
+    page_stride,
+    HEADS: tl.constexpr,
+    DIM: tl.constexpr,
+    PAGE: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    ALIGN: tl.constexpr,  # divides token_stride and head_stride
+    TILE: tl.constexpr,
+):
+    """Some tokens, and COLUMNS of their HEADS * DIM elements."""
+    chunks: tl.constexpr = (HEADS * DIM + COLUMNS - 1) // COLUMNS
+    tokens: tl.constexpr = TILE // COLUMNS
+    token = tile // chunks * tokens + tl.arange(0, tokens)
+    column = tile % chunks * COLUMNS + tl.arange(0, COLUMNS)
+    head = (column // DIM).to(tl.int64)
+    dim = column % DIM
+    exists = (token < num_tokens)[:, None] & (column < HEADS * DIM)[None, :]
+    # The rows of skipped slots are read too (and not written): so both loads start at once.
+    slot = tl.load(slots_ptr + token, mask=token < num_tokens, other=-1)
+    from_token = tl.multiple_of(token.to(tl.int64) * token_stride, ALIGN)
+    from_head = tl.multiple_of(head * head_stride, ALIGN)
+    states = tl.load(
+        states_ptr + from_token[:, None] + (from_head + dim * dim_stride)[None, :], mask=exists
+    )
+    to_slot = (slot // PAGE) * page_stride + (slot % PAGE) * DIM
+    tl.store(
+        pages_ptr + to_slot[:, None] + (head * (PAGE * DIM) + dim)[None, :],
+        states.to(pages_ptr.dtype.element_ty),
+        mask=exists & (slot >= 0)[:, None],
+    )
+
+
+def _fake_write_kv(
+    key: Tensor, value: Tensor, key_pages: Tensor, value_pages: Tensor, slot_mapping: Tensor
+) -> None:
+    """Nothing is returned."""
+
+
+_write_kv = register(
+    "write_kv(Tensor key, Tensor value, Tensor(a!) key_pages, Tensor(b!) value_pages, "
+    "Tensor slot_mapping) -> ()",
+    cpu=reference.write_kv,
+    cuda=launch_write_kv if kernels.AVAILABLE else reference.write_kv,
+    fake=_fake_write_kv,
+)

@@ -1,0 +1,66 @@
+from __future__ import annotations
+
+import io
+import json
+import math
+from pathlib import Path
+
+import torch
+from rich.console import Console
+
+from pageforge.bench.report import Report, cell, machine, table, wide
+
+
+def test_records_go_to_the_file_as_they_come(tmp_path: Path) -> None:
+    path = tmp_path / "out.json"
+    report = Report("why?", path, {"device": "cpu"})
+    assert json.loads(path.read_text())["records"] == []
+    report.add(a=1.5, b=None, c="x", d=[1, 2])
+    found = json.loads(path.read_text())
+    assert found["question"] == "why?"
+    assert found["machine"] == {"device": "cpu"}
+    assert found["command"].startswith("pageforge")
+    assert found["records"] == [{"a": 1.5, "b": None, "c": "x", "d": [1, 2]}]
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_json_is_strict(tmp_path: Path) -> None:
+    path = tmp_path / "out.json"
+    Report("why?", path, {}).add(nan=math.nan, inf=math.inf, dtype=torch.float16, nested={1: (2,)})
+    (record,) = json.loads(path.read_text(), parse_constant=lambda _: 1 / 0)["records"]
+    assert record == {"nan": None, "inf": None, "dtype": "torch.float16", "nested": {"1": [2]}}
+
+
+def test_the_machine_is_known() -> None:
+    found = machine(torch.device("cpu"))
+    assert found["torch"] == torch.__version__
+    assert {"python", "transformers", "pageforge", "commit", "cpus"} <= found.keys()
+    assert machine(torch.device("cpu"), "abc")["commit"] == "abc"
+
+
+def test_cells() -> None:
+    values = [None, math.nan, 0.0, 0.00123, 1.2345, 123.4, 12345.6, 7, "x"]
+    assert [cell(v) for v in values] == [
+        "-",
+        "-",
+        "0",
+        "1.2e-03",
+        "1.23",
+        "123",
+        "12,346",
+        "7",
+        "x",
+    ]
+
+
+def test_a_table_is_not_cut_in_a_pipe() -> None:
+    screen = io.StringIO()
+    console = wide(Console(file=screen))
+    columns = [f"column {n}" for n in range(12)]
+    rows = [["name", *range(11)], ["broken", "RuntimeError: why"]]
+    console.print(table("a title", columns, rows))
+    lines = [line.rstrip() for line in screen.getvalue().splitlines()]
+    assert lines[0] == "a title"
+    assert lines[1] == " ".join(columns)
+    assert lines[2].split() == ["name", *map(str, range(11))]
+    assert lines[3] == "broken: RuntimeError: why"

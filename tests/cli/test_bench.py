@@ -1,0 +1,61 @@
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from tests.cli.conftest import said
+
+
+@pytest.mark.parametrize("command", ["kernels", "decode"])
+def test_help_has_examples(invoke, command: str) -> None:
+    done = invoke("bench", command, "--help")
+    assert done.exit_code == 0
+    assert f"pageforge bench {command}" in said(done.stdout)
+    assert "--out" in done.stdout
+
+
+def test_bench_alone_lists_its_commands(invoke) -> None:
+    done = invoke("bench")
+    assert "kernels" in done.output
+    assert "decode" in done.output
+
+
+def test_decode_on_the_cpu(invoke, tmp_path: Path) -> None:
+    out = tmp_path / "out.json"
+    arguments = ("--device", "cpu", "--way", "dynamic", "--way", "paged", "--batch", "1")
+    done = invoke("bench", "decode", *arguments, "--prompt", "5", "--out", out, "--commit", "abc")
+    assert done.exit_code == 0, done.output
+    assert "batch 1, prompt 5, 8 steps" in done.stdout
+    found = json.loads(out.read_text())
+    assert found["machine"]["commit"] == "abc"
+    steps = [r for r in found["records"] if r["section"] == "step"]
+    assert [r["way"] for r in steps] == ["dynamic", "paged"]
+    assert "cuDNN attention on" not in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "message"),
+    [
+        (("kernels", "--only", "nothing"), 2, "expected one of decode, ragged"),
+        (("kernels", "--peer-wheels", "/nowhere"), 2, "does not exist"),
+        (("decode", "--model", "gpt5"), 2, "expected one of gpt2"),
+        (("decode", "--way", "magic"), 2, "expected one of dynamic"),
+        (("decode", "--device", "cpu", "--out", "/nowhere/out.json"), 2, "no such folder"),
+        (("decode", "--device", "cpu", "--prompt", "200"), 2, "expected at most 119"),
+        (("decode", "--device", "toaster"), 1, "expected cpu or cuda"),
+    ],
+)
+def test_bad_input(invoke, arguments: tuple[str, ...], code: int, message: str) -> None:
+    done = invoke("bench", *arguments)
+    assert done.exit_code == code
+    assert message in said(done.stderr)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="about machines without CUDA")
+def test_kernels_need_a_gpu(invoke, tmp_path: Path) -> None:
+    done = invoke("bench", "kernels", "--out", tmp_path / "out.json")
+    assert done.exit_code == 1
+    assert "finds no CUDA device" in said(done.stderr)
+    assert not (tmp_path / "out.json").exists()

@@ -1,0 +1,292 @@
+"""fast_decode on CUDA: the same tokens as without it, and no graph that is stale."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+from tests.hf.tiny_models import make
+from transformers import (
+    DynamicCache,
+    Gemma2Config,
+    GPT2Config,
+    LlamaConfig,
+    PreTrainedModel,
+    Qwen3Config,
+)
+
+import pageforge
+from pageforge import PagedKVCache, PagePool
+from pageforge.probe import cache_argument
+
+pytestmark = pytest.mark.gpu
+
+TOKENS = {"vocab_size": 101, "bos_token_id": 1, "eos_token_id": None, "pad_token_id": 0}
+SIZES = {
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "max_position_embeddings": 512,
+    "tie_word_embeddings": False,
+}
+GREEDY = {"do_sample": False, "max_new_tokens": 40, "min_new_tokens": 40}
+
+
+CONFIGS = {
+    "gpt2": lambda: GPT2Config(**TOKENS, n_embd=64, n_head=4, n_layer=3, n_positions=512),
+    "llama": lambda: LlamaConfig(**TOKENS, **SIZES),
+    "qwen3": lambda: Qwen3Config(**TOKENS, **SIZES),
+    "gemma2": lambda: Gemma2Config(**TOKENS, **SIZES, sliding_window=8),
+}
+
+
+def _make(name: str) -> PreTrainedModel:
+    return make(CONFIGS[name](), "eager").cuda()
+
+
+@pytest.fixture(params=["gpt2", "llama", "qwen3", "gemma2"])
+def model(request: pytest.FixtureRequest) -> Iterator[PreTrainedModel]:
+    yield _make(request.param)
+
+
+@pytest.fixture
+def llama() -> PreTrainedModel:
+    return _make("llama")
+
+
+def prompt(rows: int, tokens: int, *, padded: bool = False) -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(rows * 1000 + tokens)
+    ids = torch.randint(2, 100, (rows, tokens), generator=generator)
+    mask = torch.ones_like(ids)
+    if padded:
+        for row in range(rows):
+            mask[row, : row * tokens // (2 * rows)] = 0
+    return {"input_ids": ids.cuda(), "attention_mask": mask.cuda()}
+
+
+def reference(model: PreTrainedModel, inputs: dict, **settings) -> torch.Tensor:
+    before = model.config._attn_implementation
+    model.set_attn_implementation("eager")
+    out = model.generate(**inputs, **settings)
+    model.set_attn_implementation(before)
+    return out
+
+
+@pytest.mark.parametrize("rows", [1, 3, 9])
+@pytest.mark.parametrize("padded", [False, True])
+def test_greedy(model: PreTrainedModel, rows: int, padded: bool) -> None:
+    inputs = prompt(rows, 13, padded=padded)
+    want = reference(model, inputs, **GREEDY)
+    with pageforge.fast_decode(model) as decode:
+        got = model.generate(**inputs, **GREEDY)
+    assert torch.equal(got, want)
+    assert decode.num_replays == 38  # 39 steps, the first of them to see whether both agree
+    assert not decode.eager_steps
+
+
+def test_beams_and_samples(model: PreTrainedModel) -> None:
+    inputs = prompt(2, 9, padded=True)
+    want = reference(model, inputs, **GREEDY, num_beams=3)
+    with pageforge.fast_decode(model) as decode:
+        assert torch.equal(model.generate(**inputs, **GREEDY, num_beams=3), want)
+        assert decode.num_replays == 38
+        torch.manual_seed(3)
+        first = model.generate(
+            **inputs, do_sample=True, max_new_tokens=10, num_return_sequences=4, top_k=0
+        )
+        torch.manual_seed(3)
+        second = model.generate(
+            **inputs, do_sample=True, max_new_tokens=10, num_return_sequences=4, top_k=0
+        )
+    assert torch.equal(first, second)
+    assert first.shape == (8, 19)
+
+
+def test_logits_of_each_step(model: PreTrainedModel) -> None:
+    name = cache_argument(model)
+    ids = prompt(3, 20)["input_ids"]
+    steps = torch.randint(2, 100, (40, 3, 1), generator=torch.Generator().manual_seed(5)).cuda()
+    dense, pool = DynamicCache(config=model.config), PagePool.for_model(model, max_pages=64)
+    paged = PagedKVCache(pool)
+    with torch.no_grad():
+        want = [model(ids, **{name: dense}).logits[:, -1:]]
+        want += [model(token, **{name: dense}).logits for token in steps]
+        with pageforge.fast_decode(model) as decode:
+            got = [model(ids, **{name: paged}).logits[:, -1:]]
+            got += [model(token, **{name: paged}).logits for token in steps]
+    for one, other in zip(got, want, strict=True):
+        assert (one - other).norm() <= 1e-4 * other.norm()
+    assert decode.num_replays == 39
+    assert paged.get_seq_length() == 60
+    assert (
+        pool.stats().pages_used == len(pool.geometry.groups) * 3 * 4
+        or model.config.model_type == "gemma2"
+    )
+    paged.free()
+    assert pool.stats().pages_used == 0
+
+
+def test_two_caches_in_turns_and_crops(llama: PreTrainedModel) -> None:
+    name = cache_argument(llama)
+    pool = PagePool.for_model(llama, max_pages=64)
+    inputs = [prompt(2, 17)["input_ids"], prompt(2, 30)["input_ids"]]
+    token = prompt(2, 1)["input_ids"]
+    with torch.no_grad(), pageforge.fast_decode(llama) as decode:
+        caches = [PagedKVCache(pool), PagedKVCache(pool)]
+        dense = [DynamicCache(config=llama.config) for _ in caches]
+        for ids, cache, other in zip(inputs, caches, dense, strict=True):
+            llama(ids, **{name: cache})
+            llama(ids, **{name: other})
+        for turn in range(20):
+            cache, other = caches[turn % 2], dense[turn % 2]
+            if turn in (7, 8, 12):
+                cache.crop(-3)
+                other.crop(-3)
+            if turn == 15:
+                caches[turn % 2] = cache = cache.fork()[0]
+            got = llama(token, **{name: cache}).logits
+            llama.set_attn_implementation("eager")
+            want = llama(token, **{name: other}).logits
+            llama.set_attn_implementation("pageforge")
+            assert (got - want).norm() <= 1e-4 * want.norm(), turn
+    assert decode.num_replays >= 1
+
+
+def test_stale_graphs(llama: PreTrainedModel) -> None:
+    inputs = prompt(2, 9)
+    settings = GREEDY | {"max_new_tokens": 12, "min_new_tokens": 12}
+    layer = llama.model.layers[1].mlp.down_proj
+    with pageforge.fast_decode(llama) as decode:
+        plain = llama.generate(**inputs, **settings)
+        assert torch.equal(plain, reference(llama, inputs, **settings))
+        # A steering hook added between calls.
+        handle = layer.register_forward_hook(lambda module, args, out: out + 3.0)
+        steered = llama.generate(**inputs, **settings)
+        replays = decode.num_replays
+        assert torch.equal(steered, reference(llama, inputs, **settings))
+        assert not torch.equal(steered, plain)
+        handle.remove()
+        assert torch.equal(llama.generate(**inputs, **settings), plain)
+        assert decode.num_replays > replays  # captured anew
+        # Weights at another address, and other values there.
+        layer.weight.data = layer.weight.data.flip(0).clone()
+        moved = llama.generate(**inputs, **settings)
+        assert torch.equal(moved, reference(llama, inputs, **settings))
+        assert not torch.equal(moved, plain)
+        # The same address, other values: what a graph reads anyway.
+        layer.weight.data.copy_(layer.weight.data.flip(0))
+        assert torch.equal(llama.generate(**inputs, **settings), plain)
+    assert any("hooks" in reason for reason in decode.eager_steps)
+    assert any("memory" in reason for reason in decode.eager_steps)
+
+
+def test_a_switched_adapter(llama: PreTrainedModel) -> None:
+    class Adapter(torch.nn.Module):
+        def __init__(self, base: torch.nn.Module):
+            super().__init__()
+            self.base = base
+            self.deltas = torch.nn.ParameterDict(
+                {name: torch.randn_like(base.weight) for name in ("one", "two")}
+            )
+            self.active = ["one"]
+
+        def forward(self, states: torch.Tensor) -> torch.Tensor:
+            out = self.base(states)
+            for name in self.active:
+                out = out + states @ self.deltas[name].T
+            return out
+
+    inputs = prompt(2, 9)
+    settings = GREEDY | {"max_new_tokens": 12, "min_new_tokens": 12}
+    llama.model.layers[0].mlp.up_proj = Adapter(llama.model.layers[0].mlp.up_proj).cuda()
+    adapter = llama.model.layers[0].mlp.up_proj
+    with pageforge.fast_decode(llama) as decode:
+        seen = []
+        for active in (["one"], ["two"], [], ["one"]):
+            adapter.active[:] = active
+            got = llama.generate(**inputs, **settings)
+            assert torch.equal(got, reference(llama, inputs, **settings)), active
+            seen.append(got)
+    assert not torch.equal(seen[0], seen[1])
+    assert decode.num_replays > 20
+
+
+def test_what_cannot_be_captured_says_why(llama: PreTrainedModel) -> None:
+    inputs = prompt(2, 9)
+    settings = GREEDY | {"max_new_tokens": 6, "min_new_tokens": 6}
+    config = LlamaConfig(
+        **TOKENS,
+        **SIZES,
+        rope_parameters={"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0},
+    )
+    dynamic = make(config, "eager").cuda()
+    with pageforge.fast_decode(dynamic) as decode:
+        got = dynamic.generate(**inputs, **settings)
+    assert torch.equal(got, reference(dynamic, inputs, **settings))
+    assert decode.num_replays == 0
+    assert any("rotary" in reason for reason in decode.eager_steps)
+    with pageforge.fast_decode(llama) as decode:
+        name = cache_argument(llama)
+        llama.generate(**inputs, **settings, **{name: DynamicCache(config=llama.config)})
+    assert any("DynamicCache" in reason for reason in decode.eager_steps)
+    holes = prompt(2, 9)
+    holes["attention_mask"][0, 4] = 0
+    with pageforge.fast_decode(llama) as decode:
+        got = llama.generate(**holes, **settings)
+    assert torch.equal(got, reference(llama, holes, **settings))
+    assert decode.num_replays == 0
+
+
+def test_the_model_is_left_as_found(llama: PreTrainedModel) -> None:
+    before = dict(vars(llama))
+    implementation = llama.config._attn_implementation
+    with pytest.raises(RuntimeError, match="mine"), pageforge.fast_decode(llama):
+        llama.generate(**prompt(1, 5), max_new_tokens=4, do_sample=False)
+        raise RuntimeError("mine")
+    assert vars(llama) == before
+    assert llama.config._attn_implementation == implementation
+    with (
+        pageforge.fast_decode(llama),
+        pytest.raises(pageforge.PageForgeError, match="inside"),
+        pageforge.fast_decode(llama),
+    ):
+        pass
+
+
+def test_pages_run_out(llama: PreTrainedModel) -> None:
+    pool = PagePool.for_model(llama, max_pages=4)
+    cache = PagedKVCache(pool)
+    with pageforge.fast_decode(llama), pytest.raises(pageforge.OutOfPages):
+        llama.generate(**prompt(2, 10), **GREEDY, **{cache_argument(llama): cache})
+    assert cache.get_seq_length() == 32
+    cache.free()
+    assert pool.stats().pages_used == 0
+
+
+@pytest.mark.parametrize("name", ["gpt2", "gemma2"])
+def test_compiled(name: str) -> None:
+    model = _make(name)
+    inputs = prompt(3, 13, padded=True)
+    want = reference(model, inputs, **GREEDY)
+    with pageforge.fast_decode(model, compile=True) as decode:
+        got = model.generate(**inputs, **GREEDY)
+    assert torch.equal(got, want)
+    assert decode.num_replays == 38
+    assert not decode.eager_steps
+
+
+def test_half_precision_matches_eager_pageforge() -> None:
+    model = _make("llama").half()
+    inputs = prompt(4, 30)
+    model.set_attn_implementation("pageforge")
+    pool = PagePool.for_model(model, max_pages=64)
+    name = cache_argument(model)
+    want = model.generate(**inputs, **GREEDY, **{name: PagedKVCache(pool)})
+    with pageforge.fast_decode(model) as decode:
+        got = model.generate(**inputs, **GREEDY, **{name: PagedKVCache(pool)})
+    assert (got == want).float().mean() > 0.9
+    assert decode.num_replays == 38

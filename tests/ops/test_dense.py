@@ -1,0 +1,91 @@
+"""Attention over pages on the CPU, against the reference in float64."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+from tests.ops.attention_cases import RATIOS, TOLERANCE, random_case
+
+from pageforge.ops import reference
+from pageforge.ops.dense import attend_dense
+
+
+def check(case, counts: list[int]) -> None:
+    """Row `s` asks with its last `counts[s]` tokens."""
+    bounds = torch.tensor([0, *counts]).cumsum(0)
+    heads, dim = case.query.shape[1:]
+    query = torch.randn(sum(counts), heads, dim).to(case.query.dtype)
+    arguments = (case.key_pages, case.value_pages, case.page_table, case.seq_lens, bounds)
+    more = {"scale": 0.3, "window": case.window, "starts": case.starts, **case.options}
+    got = attend_dense(query, *arguments, **more)
+    want, _ = reference.attend(query.double(), *arguments, **more)
+    assert got.shape == want.shape
+    assert got.dtype == query.dtype
+    assert not got.isnan().any()
+    if sum(counts):
+        error = (got.double() - want).flatten(1).norm(dim=1)
+        allowed = TOLERANCE[got.dtype] * want.flatten(1).norm(dim=1).clamp(min=1e-3)
+        assert (error <= allowed).all(), (error / allowed).tolist()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("alike", [True, False])
+@pytest.mark.parametrize("seed", range(12))
+def test_any_batch(seed: int, alike: bool, dtype: torch.dtype) -> None:
+    """Every byte that no token owns is NaN: left padding, page tails, page 0."""
+    rng = random.Random(seed)
+    torch.manual_seed(seed)
+    page_size = rng.choice([8, 16, 32])
+    edges = [1, page_size - 1, page_size, page_size + 1, 3 * page_size + 2, 90]
+    rows = rng.choice([1, 2, 4])
+    if alike:
+        lengths = [rng.choice(edges)] * rows
+        counts = [rng.choice([1, 1, max(1, lengths[0] // 2), lengths[0]])] * rows
+    else:
+        lengths = [rng.choice([0, *edges]) for _ in range(rows)]
+        counts = [rng.choice([0, min(1, length), length]) for length in lengths]
+    case = random_case(
+        rng,
+        lengths=lengths,
+        heads=RATIOS[seed % len(RATIOS)],
+        dim=rng.choice([8, 16, 40, 64]),
+        page_size=page_size,
+        dtype=dtype,
+    )
+    check(case, counts)
+
+
+@pytest.mark.parametrize("sinks", [False, True])
+def test_queries_that_see_nothing_give_zero(sinks: bool) -> None:
+    """Those in the left padding, of one row or of all."""
+    for starts in ([0, 6, 12], [12, 12, 12]):
+        case = random_case(
+            random.Random(0),
+            lengths=[12, 12, 12],
+            heads=(4, 2),
+            dim=16,
+            page_size=8,
+            dtype=torch.float32,
+            plain=True,
+        )
+        case.starts = torch.tensor(starts)
+        if sinks:
+            case.options["sinks"] = torch.randn(4)
+        check(case, [12, 12, 12])
+        check(case, [1, 1, 1])
+
+
+def test_rows_that_ask_nothing() -> None:
+    case = random_case(
+        random.Random(0),
+        lengths=[0, 12],
+        heads=(4, 2),
+        dim=16,
+        page_size=8,
+        dtype=torch.float32,
+        plain=True,
+    )
+    check(case, [0, 0])
+    check(case, [0, 3])
