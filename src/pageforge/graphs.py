@@ -137,7 +137,7 @@ class CapturedStep:
             # torch leaves its random generator waiting for the end of the capture that failed;
             # one that succeeds sets it right.
             with _capturing(torch.cuda.CUDAGraph(), None, stream):
-                pass
+                torch.zeros(1, device="cuda")
             raise
         torch.cuda.current_stream().wait_stream(stream)
 

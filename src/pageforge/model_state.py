@@ -6,11 +6,13 @@ knows nothing of hooks registered, adapters switched or settings changed since.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import copy
+from itertools import chain
+from operator import is_, itemgetter
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.modules import module as torch_module
 from torch.utils.hooks import RemovableHandle
 
@@ -31,68 +33,73 @@ class ModelState:
     """A snapshot of a model: its modules, their tensors' addresses, and their plain settings.
 
     It keeps the tensors' memory alive, so that a replay that began before a change was seen reads
-    what it read before.
+    what it read before. Comparing is done at every step, in loops that run inside C functions.
     """
 
     def __init__(self, model: nn.Module):
-        self._modules = list(model.modules())
-        self._types = [type(module) for module in self._modules]
-        self._children = [list(module._modules.values()) for module in self._modules]
-        holders = [
-            holder for module in self._modules for holder in (module._parameters, module._buffers)
+        modules = list(model.modules())
+        self._model = model
+        self._modules = modules
+        self._types = list(map(type, modules))
+        self._parents = [module._modules for module in modules]
+        self._children = _values(self._parents)
+        self._holders = [h for module in modules for h in (module._parameters, module._buffers)]
+        self._tensors = _values(self._holders)
+        self._present = [tensor for tensor in self._tensors if tensor is not None]
+        self._addresses = list(map(Tensor.data_ptr, self._present))
+        self._kept = list(map(Tensor.detach, self._present))
+        self._settings = list(map(vars, modules[1:])) + _configs(modules)
+        self._counts = list(map(len, self._settings))
+        names = [_plain_names(settings) for settings in self._settings]
+        self._getters = [
+            (itemgetter(*found), settings)
+            for found, settings in zip(names, self._settings, strict=True)
+            if found
         ]
-        self._tensors = [
-            (holder, name, tensor)
-            for holder in holders
-            for name, tensor in holder.items()
-            if tensor is not None
-        ]
-        self._addresses = [tensor.data_ptr() for _, _, tensor in self._tensors]
-        self._kept = [tensor.detach() for _, _, tensor in self._tensors]
-        places = list(_attributes(self._modules))
-        self._counted = holders + places
-        self._counts = [len(counted) for counted in self._counted]
-        settings = [
-            (attributes, name) for attributes in places for name in attributes.keys() - INTERNAL
-        ]
-        self._scalars = [(of, name) for of, name in settings if isinstance(of[name], PLAIN)]
-        self._values = [of[name] for of, name in self._scalars]
+        self._values = [getter(settings) for getter, settings in self._getters]
+        # A container may change without being replaced: adapters keep in one which is active.
         self._containers = [
-            (of, name, frozen)
-            for of, name in settings
-            if isinstance(of[name], CONTAINERS) and (frozen := _frozen(of[name])) is not _NOT_PLAIN
+            settings[name]
+            for found, settings in zip(names, self._settings, strict=True)
+            for name in found
+            if isinstance(settings[name], CONTAINERS)
         ]
-        self._forwards = [vars(module).get("forward") for module in self._modules[1:]]
+        self._contents = [copy.deepcopy(container) for container in self._containers]
         self._last_hook = RemovableHandle.next_id
 
     def change(self) -> str | None:
         """What is different now, in words; None where nothing is."""
         if RemovableHandle.next_id != self._last_hook:
-            reason = hooks_on(self._modules[0])
+            reason = hooks_on(self._model)
             if reason is not None:
                 return reason
             self._last_hook = RemovableHandle.next_id
-        if [type(module) for module in self._modules] != self._types or [
-            list(module._modules.values()) for module in self._modules
-        ] != self._children:
+        if list(map(type, self._modules)) != self._types or not _same(
+            _values(self._parents), self._children
+        ):
             return "modules were replaced"
-        if [vars(module).get("forward") for module in self._modules[1:]] != self._forwards:
-            return "a module's forward was replaced"
-        if [len(counted) for counted in self._counted] != self._counts:
-            return "parameters, buffers or settings were added or removed"
-        if any(holder.get(name) is not tensor for holder, name, tensor in self._tensors):
+        if not _same(_values(self._holders), self._tensors):
             return "parameters or buffers were replaced"
-        if [tensor.data_ptr() for _, _, tensor in self._tensors] != self._addresses:
+        if list(map(Tensor.data_ptr, self._present)) != self._addresses:
             return "the memory of parameters or buffers moved"
-        values = [of.get(name, _NOT_PLAIN) for of, name in self._scalars]
-        if values != self._values:
-            pairs = zip(self._scalars, values, self._values, strict=True)
-            name = next(name for (_, name), now, before in pairs if now != before)
-            return f"the setting {name} changed"
-        for of, name, frozen in self._containers:
-            if _frozen(of.get(name)) != frozen:
-                return f"the setting {name} changed"
+        if list(map(len, self._settings)) != self._counts:
+            return "settings were added or removed"
+        try:
+            values = [getter(settings) for getter, settings in self._getters]
+        except KeyError as error:
+            return f"the setting {error} was removed"
+        if values != self._values or self._containers != self._contents:
+            return "settings changed: " + self._changed_settings()
         return None
+
+    def _changed_settings(self) -> str:
+        names = {
+            name
+            for (_, settings), values in zip(self._getters, self._values, strict=True)
+            for name, value in zip(_plain_names(settings), _listed(values), strict=False)
+            if settings[name] != value
+        }
+        return ", ".join(sorted(names)) or "inside a list or a dictionary"
 
 
 def hooks_on(model: nn.Module) -> str | None:
@@ -108,27 +115,37 @@ def hooks_on(model: nn.Module) -> str | None:
     return None
 
 
-def _attributes(modules: list[nn.Module]) -> Iterator[dict[str, Any]]:
-    """Where the settings lie: in modules and in the configs that they share."""
-    seen: set[int] = set()
-    for module in modules:
-        yield vars(module)
-        config = getattr(module, "config", None)
-        if config is not None and hasattr(config, "__dict__") and id(config) not in seen:
-            seen.add(id(config))
-            yield vars(config)
+def _values(dictionaries: list[dict[str, Any]]) -> list[Any]:
+    return list(chain.from_iterable(map(dict.values, dictionaries)))
 
 
-_NOT_PLAIN = object()
+def _same(now: list[Any], before: list[Any]) -> bool:
+    """Whether both hold the same objects."""
+    return len(now) == len(before) and all(map(is_, now, before))
 
 
-def _frozen(value: object) -> object:
-    """`value` as something that can be compared later; `_NOT_PLAIN` where it is not plain."""
-    if isinstance(value, PLAIN):
-        return value
+def _configs(modules: list[nn.Module]) -> list[dict[str, Any]]:
+    """The settings of the configs that modules share, each once."""
+    configs = {id(config): config for m in modules if (config := vars(m).get("config")) is not None}
+    return [vars(config) for config in configs.values()]
+
+
+def _plain_names(settings: dict[str, Any]) -> list[str]:
+    """The settings that can be compared by value, and a module's own forward, if it has one."""
+    return sorted(
+        name
+        for name, value in settings.items()
+        if name == "forward" or (name not in INTERNAL and _is_plain(value))
+    )
+
+
+def _is_plain(value: object) -> bool:
     if isinstance(value, dict):
-        value = [*value.keys(), *value.values()]
-    if not isinstance(value, CONTAINERS):
-        return _NOT_PLAIN
-    parts = [_frozen(part) for part in value]
-    return _NOT_PLAIN if _NOT_PLAIN in parts else parts
+        return all(map(_is_plain, value)) and all(map(_is_plain, value.values()))
+    return isinstance(value, PLAIN) or (
+        isinstance(value, CONTAINERS) and all(map(_is_plain, value))
+    )
+
+
+def _listed(values: Any) -> Any:
+    return values if isinstance(values, tuple) else (values,)

@@ -30,7 +30,7 @@ from pageforge.geometry import (
 )
 from pageforge.memory import PageAllocator, PageTable, PrefixIndex
 from pageforge.memory.allocator import Supply
-from pageforge.memory.page_table import PageCopy, pages_needed
+from pageforge.memory.page_table import PageCopy, append_all, pages_needed
 from pageforge.probe import geometry_of
 from pageforge.store import (
     DeviceMemoryError,
@@ -244,8 +244,9 @@ class PagePool:
         Raises OutOfPages.
         """
         with self._exclusive():
-            self._reserve(pages_needed(tables, num_tokens))
-            copies = [copy for table in tables for copy in table.append(num_tokens)]
+            needed = pages_needed(tables, num_tokens)
+            self._reserve(needed)
+            copies = append_all(tables, num_tokens, needed)
             self._copy(copies)
             return copies
 

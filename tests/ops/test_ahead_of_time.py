@@ -1,26 +1,24 @@
 """Every kernel compiles for every GPU that it may meet, and fits there; no GPU is needed.
 
-The ops are called on the CPU as if a GPU of some architecture were there, and what they would
-launch is compiled for it. This goes on in two processes of their own: here kernels are interpreted.
+The ops' launchers are called on the CPU as if a GPU of some architecture were there, and what they
+launch is compiled for it, in two processes of their own: in this one kernels are interpreted.
 """
 
 from __future__ import annotations
 
 import concurrent.futures
-import contextlib
 import importlib
 import multiprocessing
 import pkgutil
 import re
-from collections.abc import Iterator
-from pathlib import Path
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import pytest
 import torch
 from tests.ops.attention_cases import make_step
 
-pytest.importorskip("triton")
+triton = pytest.importorskip("triton")
 
 pytestmark = pytest.mark.slow
 
@@ -33,60 +31,304 @@ SHARED_BYTES = {
     100: 232_448,
     120: 101_376,
 }
-"""Shared memory that a block can have, by compute capability."""
+"""Shared memory that a block may have, by compute capability."""
 
-DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}
+FP16, BF16, FP32 = torch.float16, torch.bfloat16, torch.float32
 
 
 class Job(NamedTuple):
-    """A call of an op on a GPU that is not there."""
+    """A call of one of the functions below, on a GPU that is not there."""
 
-    what: str  # the name of a function below
+    call: str
     arch: int
-    dtype: str = "fp16"
+    dtype: torch.dtype = FP16
     dims: tuple[int, int] = (128, 128)
-    more: tuple[tuple[str, Any], ...] = ()
+    options: tuple[tuple[str, Any], ...] = ()
 
     def __str__(self) -> str:
-        more = ",".join(f"{name}={value}" for name, value in self.more)
-        return f"{self.what}-sm{self.arch}-{self.dtype}-{self.dims[0]}/{self.dims[1]}-{more}"
+        dtype = str(self.dtype).removeprefix("torch.")
+        options = "".join(f"-{name}={value}" for name, value in self.options)
+        return f"{self.call}-sm{self.arch}-{dtype}-{self.dims[0]}/{self.dims[1]}{options}"
 
 
-class Compiled(NamedTuple):
-    """A kernel that the op launched."""
+class Kernel(NamedTuple):
+    """A kernel that was launched, compiled."""
 
     name: str
-    shared: int
-    stages: int
+    shared: int  # bytes
     ptx: str
 
 
-# --- what is compiled -----------------------------------------------------------------------------
+def decode_step(job: Job, **options: Any) -> None:
+    """Plans a step, writes new tokens, attends, merges the pieces by a kernel of its own."""
+    _decode(job, merged_bytes=0, **options)
 
 
-def decode(
-    dtype: torch.dtype,
-    dims: tuple[int, int],
+def decode_in_one(job: Job, **options: Any) -> None:
+    """The pieces are merged where they are found."""
+    _decode(job, merged_bytes=1 << 40, **options)
+
+
+def _decode(
+    job: Job,
+    merged_bytes: int,
     heads: tuple[int, int] = (32, 8),
-    lengths: tuple[int, ...] = (4000, 100),
-    **more: Any,
+    everything: bool = False,
+    stages: int | None = None,
 ) -> None:
-    """A piece's kernel, the merging kernel, and the plan's."""
-    from pageforge.ops.decode import attend_decode
+    from pageforge.ops import decode
 
-    if more.pop("everything", False):
-        slopes = torch.rand(heads[0])
-        more |= {"softcap": 30.0, "alibi_slopes": slopes, "sinks": slopes.to(dtype)}
-        more |= {"window": 512, "starts": [0, 7]}
-        more["lse"] = torch.zeros(2, heads[0])
-        more["cu_query_lens"] = torch.arange(3).int()
-    lse, bounds = more.pop("lse", None), more.pop("cu_query_lens", None)
-    stages = more.pop("stages", None)
-    step = make_step((9, 9), heads=heads, dims=dims, page_size=16, dtype=dtype, **more)
-    step.page_table = step.page_table.repeat(1, 4096)
-    new_key, new_value = step.take_newest() if bounds is None else (None, None)
+    decode.MERGED_BYTES = merged_bytes  # `compile_job` sets this back, and the next
     if stages is not None:
-        module = importlib.import_module("pageforge.ops.decode")
-        usual = module.tiling_for
-        module.tiling_for = lambda *args: usual(*args)._replace(num_stages=stages)
-    del step.options["window"], step.options["starts"]
+        usual = decode.tiling_for
+        decode.tiling_for = lambda *args: usual(*args)._replace(num_stages=stages)
+    more: dict[str, Any] = {}
+    if everything:
+        slopes = torch.rand(heads[0])
+        more = {"softcap": 9.0, "alibi_slopes": slopes, "sinks": slopes.to(job.dtype)}
+        more |= {"window": 512, "starts": [0, 7]}
+    step = make_step([99, 99], heads=heads, dims=job.dims, page_size=16, dtype=job.dtype, **more)
+    step.page_table = step.page_table.repeat(1, 999)  # room for rows that are cut
+    if everything:
+        step.run(batch_invariant=True)
+    else:
+        step.run(new=step.take_newest())
+
+
+def prefill(job: Job, everything: bool = False) -> None:
+    from pageforge.ops.prefill import attend_prefill
+
+    num_heads = 32
+    more: dict[str, Any] = {}
+    if everything:
+        slopes = torch.rand(num_heads)
+        more = {"softcap": 9.0, "alibi_slopes": slopes, "sinks": slopes.to(job.dtype)}
+        more |= {"window": 512, "starts": torch.zeros(1, dtype=torch.int32)}
+        more["lse"] = torch.zeros(9, num_heads)
+    step = make_step([99], heads=(num_heads, 8), dims=job.dims, page_size=16, dtype=job.dtype)
+    query = torch.zeros(9, num_heads, job.dims[0], dtype=job.dtype)
+    out = torch.zeros(9, num_heads, job.dims[1], dtype=job.dtype)
+    attend_prefill(
+        *(query, step.key_pages, step.value_pages, step.page_table, step.seq_lens),
+        *(torch.tensor([0, 9], dtype=torch.int32), out),
+        scale=0.1,
+        **more,
+    )
+
+
+def cache(job: Job) -> None:
+    """All that moves K/V."""
+    from pageforge.ops import copy, gather, write
+
+    step = make_step([99, 9], heads=(8, 2), dims=job.dims, page_size=16, dtype=job.dtype)
+    new = step.take_newest()
+    slots = torch.tensor([20, 40])
+    write.launch_write_kv(*new, step.key_pages, step.value_pages, slots)
+    gather.launch_gather_kv(step.key_pages, step.value_pages, step.page_table)
+    for source, target in ((slots, slots), (slots, None), (None, slots)):
+        copy.launch_copy(step.store, step.store, source, target, 2)
+
+
+ODD: list[tuple[int, int]] = [(16, 16), (40, 40), (80, 96), (112, 112), (192, 128)]
+
+JOBS = [
+    *(Job("cache", arch, dims=(128, 80)) for arch in (75, 90, 120)),
+    Job("cache", 80, FP32),
+    # Each tiling, on its architecture.
+    *(
+        Job(call, arch, dtype, (dim, dim))
+        for call in ("decode_step", "prefill")
+        for arch in SHARED_BYTES
+        for dtype, dim in ((FP16 if arch == 75 else BF16, 128), (FP16, 256), (FP32, 128))
+    ),
+    *(Job("decode_in_one", arch, FP16, (64, 64), (("heads", (12, 12)),)) for arch in SHARED_BYTES),
+    *(Job("prefill", arch, FP16, (64, 64)) for arch in (75, 90, 120)),
+    *(Job("decode_step", arch, FP32, (256, 256)) for arch in (75, 86, 90)),
+    *(Job("prefill", arch, FP32, (256, 256)) for arch in (75, 86, 90)),
+    # All options, and dims that are no powers of two.
+    *(Job("decode_step", 86, FP16, dims) for dims in ODD),
+    *(Job("prefill", 86, FP16, dims) for dims in ODD[1::2]),
+    Job("decode_in_one", 90, FP16, (128, 128), (("everything", True),)),
+    Job("decode_step", 75, FP16, (64, 64), (("everything", True), ("heads", (24, 1)))),
+    Job("prefill", 90, FP16, (128, 128), (("everything", True),)),
+    Job("decode_step", 90, BF16, (128, 128), (("stages", 2),)),
+    Job("decode_step", 90, BF16, (128, 128), (("stages", 4),)),
+]
+
+
+# --- in a process of its own ----------------------------------------------------------------------
+
+
+def compile_job(job: Job) -> list[Kernel]:
+    """What is launched by `job`, compiled for its architecture."""
+    capability = divmod(job.arch, 10)
+    compiled: list[Kernel] = []
+
+    def launch(kernel: Any, *args: Any, grid: Any, warmup: bool, **options: Any) -> None:
+        compiled.append(_compile(kernel, job.arch, args, options))
+
+    def quick_launch(
+        self: Any, variant: Any, device: Any, grid: Any, args: Any, constants: Any, options: Any
+    ) -> None:
+        self._kernel[grid](*args, **constants, **options)
+
+    decode, plan, prefill, runtime, launcher = (
+        importlib.import_module(name)
+        for name in (
+            *("pageforge.ops.decode", "pageforge.ops.plan", "pageforge.ops.prefill"),
+            *("triton.runtime.jit", "pageforge.ops.launch"),
+        )
+    )
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(runtime.JITFunction, "run", launch)
+        patch.setattr(launcher.Launcher, "__call__", quick_launch)
+        patch.setattr(decode, "MERGED_BYTES", decode.MERGED_BYTES)
+        for module in (decode, plan):
+            patch.setattr(
+                module,
+                "tiling_for",
+                lambda dim, dtype, _: plan.tiling_of(dim, dtype.itemsize, capability),
+            )
+        chain = {"launch_pdl": True} if job.arch >= 90 else {}
+        patch.setattr(decode, "_chain", lambda _: chain)
+        patch.setattr(prefill, "_capability", lambda _: capability)
+        decode._variant.cache_clear()
+        globals()[job.call](job, **dict(job.options))
+    return compiled
+
+
+def _compile(kernel: Any, arch: int, args: tuple[Any, ...], options: dict[str, Any]) -> Kernel:
+    """As Triton does when a kernel is launched, but for a device that is named."""
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource, make_backend
+    from triton.runtime.jit import create_function_from_signature
+
+    target = GPUTarget("cuda", arch, 32)
+    backend = make_backend(target)
+    bind = create_function_from_signature(kernel.signature, kernel.params, backend)
+    options = {"debug": False, **options}
+    bound, specialization, rest = bind(*args, **options)
+    parsed, signature, constants, attributes = kernel._pack_args(
+        backend, options, bound, specialization, rest
+    )
+    source = ASTSource(kernel, signature, constants, attributes)
+    done = triton.compile(source, target=target, options=parsed.__dict__)
+    return Kernel(kernel.__name__, done.metadata.shared, done.asm["ptx"])
+
+
+def kernels_of_the_ops() -> set[str]:
+    """Those that are launched; what they call has other names."""
+    from triton.runtime.jit import JITFunction
+
+    from pageforge import ops
+
+    modules = [
+        importlib.import_module(f"pageforge.ops.{module.name}")
+        for module in pkgutil.iter_modules(ops.__path__)
+    ]
+    names = {
+        value.__name__
+        for module in modules
+        for value in vars(module).values()
+        if isinstance(value, JITFunction)
+    }
+    return {name for name in names if name.endswith("_kernel")}
+
+
+# --- the tests ------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def workers(
+    tmp_path_factory: pytest.TempPathFactory,
+) -> Iterator[concurrent.futures.ProcessPoolExecutor]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TRITON_INTERPRET", "0")
+        patch.setenv("TRITON_CACHE_DIR", str(tmp_path_factory.mktemp("triton")))
+        patch.setenv("CUDA_VISIBLE_DEVICES", "")
+        with concurrent.futures.ProcessPoolExecutor(
+            2, mp_context=multiprocessing.get_context("spawn")
+        ) as pool:
+            yield pool
+
+
+@pytest.fixture(scope="module")
+def compiled(
+    workers: concurrent.futures.ProcessPoolExecutor,
+) -> Callable[[Job], list[Kernel]]:
+    """What became of a job; all are under way from the start."""
+    futures = {job: workers.submit(compile_job, job) for job in JOBS}
+    return lambda job: futures[job].result()
+
+
+@pytest.mark.parametrize("job", JOBS, ids=str)
+def test_it_compiles_and_fits(job: Job, compiled: Callable[[Job], list[Kernel]]) -> None:
+    kernels = compiled(job)
+    assert kernels
+    for kernel in kernels:
+        assert kernel.shared <= SHARED_BYTES[job.arch], (kernel.name, kernel.shared)
+        local = re.findall(r"\.local", kernel.ptx)
+        assert not local, f"{kernel.name} keeps an array in local memory"
+    merges = [kernel.name for kernel in kernels].count("_merge_kernel")
+    assert merges == (job.call == "decode_step")
+
+
+def test_no_kernel_is_forgotten(
+    workers: concurrent.futures.ProcessPoolExecutor, compiled: Callable[[Job], list[Kernel]]
+) -> None:
+    found = workers.submit(kernels_of_the_ops).result()
+    assert found == {kernel.name for job in JOBS for kernel in compiled(job)}
+    assert len(found) >= 7
+
+
+@pytest.mark.parametrize("arch", [80, 86, 89, 90, 100, 120])
+def test_tiles_are_loaded_ahead(arch: int, compiled: Callable[[Job], list[Kernel]]) -> None:
+    """With three stages two tiles are on their way, in buffers of their own, by 16-byte copies.
+
+    Page ids that were loaded in the same turn as K and V once kept Triton from it.
+    """
+    from pageforge.ops.plan import tiling_of
+
+    job = Job("decode_step", arch, BF16, (128, 128))
+    tiling = tiling_of(128, 2, divmod(arch, 10))
+    tile_bytes = tiling.tokens * (128 + 128) * 2
+    kernel = next(kernel for kernel in compiled(job) if kernel.name == "_decode_kernel")
+    assert kernel.shared >= (tiling.num_stages - 1) * tile_bytes
+    copies = copies_of(kernel.ptx)
+    assert copies and set(copies) == {16}
+    # A thread's share of K and V of a tile, for those loaded before the loop and in it.
+    share = tile_bytes // 16 // (32 * tiling.num_warps)
+    assert len(copies) >= share * tiling.num_stages
+
+
+def test_more_stages_are_more_buffers(compiled: Callable[[Job], list[Kernel]]) -> None:
+    shared = []
+    for options in ((("stages", 2),), (), (("stages", 4),)):
+        job = Job("decode_step", 90, BF16, (128, 128), options)
+        shared.append(next(k.shared for k in compiled(job) if k.name == "_decode_kernel"))
+    tile_bytes = 64 * (128 + 128) * 2
+    assert [shared[1] - shared[0], shared[2] - shared[1]] == [tile_bytes, tile_bytes]
+
+
+def copies_of(ptx: str) -> list[int]:
+    """Bytes of each asynchronous copy to shared memory."""
+    found = re.findall(r"cp\.async\.c[ag]\.shared\.global\S* *\[[^]]*\], *\[[^]]*\], (\w+)", ptx)
+    return [int(size, 0) for size in found]
+
+
+def test_pieces_are_counted_after_all_threads_have_stored(
+    compiled: Callable[[Job], list[Kernel]],
+) -> None:
+    """And read after the count, past the first cache."""
+    for arch in SHARED_BYTES:
+        job = Job("decode_in_one", arch, FP16, (64, 64), (("heads", (12, 12)),))
+        ptx = next(k.ptx for k in compiled(job) if k.name == "_decode_kernel")
+        count = re.search(r"atom\.global\.gpu\.acq_rel\.add", ptx) or re.search(
+            r"atom\.global\.acq_rel\.gpu\.add|atom\.acq_rel\.gpu\.global\.add", ptx
+        )
+        assert count, arch
+        before, after = ptx[: count.start()], ptx[count.start() :]
+        stores = [at.start() for at in re.finditer(r"st\.global", before)]
+        assert "bar.sync" in before[stores[-1] :]
+        read = re.search(r"(ld|cp\.async)\S*\.cg\S*", after)
+        assert read and "bar.sync" in after[: read.start()]

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import random
+import threading
 
 import pytest
 import torch
 from tests.ops.attention_cases import RATIOS, TOLERANCE, random_case
 
-from pageforge.ops import reference
-from pageforge.ops.dense import attend_dense
+from pageforge.ops import dense, reference
+from pageforge.ops.dense import attend_dense, write_and_attend_dense
 
 
 def check(case, counts: list[int]) -> None:
@@ -89,3 +90,86 @@ def test_rows_that_ask_nothing() -> None:
     )
     check(case, [0, 0])
     check(case, [0, 3])
+
+
+@pytest.mark.parametrize("most", [1, 3000, 1 << 20])
+def test_few_rows_at_a_time(most: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever is gathered at a time, and also where K and V do not lie side by side."""
+    monkeypatch.setattr(dense, "GATHERED_BYTES", most)
+    monkeypatch.setattr(dense, "_kept", threading.local())
+    for lengths in ([20] * 5, [20, 20, 7, 20], [90]):
+        case = random_case(
+            random.Random(0),
+            lengths=lengths,
+            heads=(4, 2),
+            dim=16,
+            page_size=8,
+            dtype=torch.float32,
+            plain=True,
+        )
+        check(case, [1] * len(lengths))
+        case.value_pages = case.value_pages.clone()
+        check(case, [1] * len(lengths))
+
+
+@pytest.mark.parametrize("starts", [None, [0, 5, 9, 3]])
+def test_the_new_token_is_written_and_seen(starts: list[int] | None) -> None:
+    case = random_case(
+        random.Random(0),
+        lengths=[17, 8, 9, 0],
+        heads=(4, 2),
+        dim=16,
+        page_size=8,
+        dtype=torch.float32,
+        plain=True,
+    )
+    case.starts = None if starts is None else torch.tensor(starts).int()
+    case.page_table[1] = 0  # whose page is absent
+    before = case.key_pages.clone(), case.value_pages.clone()
+    new = torch.randn(4, 2, 16), torch.randn(4, 2, 16)
+    got = write_and_attend_dense(
+        case.query,
+        *new,
+        case.key_pages,
+        case.value_pages,
+        case.page_table,
+        case.seq_lens,
+        scale=0.25,
+        starts=case.starts,
+    )
+    for pages, was, states in zip((case.key_pages, case.value_pages), before, new, strict=True):
+        written = {0: (case.page_table[0, 2], 0)}
+        if starts is None:
+            written[2] = (case.page_table[2, 1], 0)
+        for row, (page, offset) in written.items():
+            assert torch.equal(pages[page, :, offset], states[row])
+            was[page, :, offset] = states[row]
+        assert torch.equal(pages.nan_to_num(7.0), was.nan_to_num(7.0))
+    rows = [0] if starts else [0, 2]
+    want, _ = reference.attend(
+        case.query[rows].double(),
+        case.key_pages,
+        case.value_pages,
+        case.page_table[rows],
+        case.seq_lens[rows],
+        torch.arange(len(rows) + 1),
+        scale=0.25,
+        starts=None if case.starts is None else case.starts[rows],
+    )
+    assert (got[rows] - want).abs().max() < 1e-5
+    assert not got[3].any()
+
+
+def test_in_and_out_of_inference_mode() -> None:
+    case = random_case(
+        random.Random(0),
+        lengths=[20, 20],
+        heads=(4, 2),
+        dim=16,
+        page_size=8,
+        dtype=torch.float32,
+        plain=True,
+    )
+    for mode in (torch.inference_mode, torch.no_grad, torch.inference_mode):
+        with mode():
+            check(case, [1, 1])

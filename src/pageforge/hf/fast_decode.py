@@ -111,7 +111,6 @@ class FastDecode:
         configs = {id(part.config): part.config for part in _parts(model)}.values()
         attention = [(config, config._attn_implementation) for config in configs]
         own = {name: vars(model)[name] for name in ("forward", "generate") if name in vars(model)}
-        self._memory = torch.cuda.graph_pool_handle()
         try:
             model.set_attn_implementation(NAME)
             model.forward = self._wrap(self._forward, self._step_or_forward)
@@ -242,6 +241,9 @@ class FastDecode:
 
     def _capture(self, call: Call) -> DecodeStep | str:
         """A captured step, or why there can be none."""
+        if not any(isinstance(step, DecodeStep) for step in self._steps.values()):
+            # Memory that graphs share goes with the last of them.
+            self._memory = torch.cuda.graph_pool_handle()
         # What the model itself changes in a forward shows as a change at once.
         state = ModelState(self._model)
         try:

@@ -122,6 +122,10 @@ class PageAllocator:
         """Whether `page` is kept for reuse, or would be when its last holder lets it go."""
         return page in self._published
 
+    def is_shared(self, page: int) -> bool:
+        """Whether others hold or will reuse a used `page`, so that it must not be written to."""
+        return self._counts[page] > 1 or page in self._published
+
     def chunk_pages(self, chunk: int) -> range:
         """The page ids that lie in `chunk` (page 0 included). Raises PageError."""
         if not 0 <= chunk < self.num_chunks:

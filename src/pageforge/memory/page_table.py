@@ -145,8 +145,6 @@ class PageTable:
         Raises OutOfPages for the first layer group that falls short, and then nothing has changed.
         """
         self._check_live()
-        if num_tokens < 0:
-            raise PageError(expected("num_tokens", "at least 0", num_tokens, "use crop to shorten"))
         needed = self.needed(num_tokens)
         length = self.length + num_tokens
         if not any(needed):  # most tokens
@@ -310,14 +308,44 @@ def pages_needed(tables: Sequence[PageTable], num_tokens: int) -> list[int]:
         return []
     for table in tables:
         table._check_live()
+    if num_tokens < 0:
+        raise PageError(expected("num_tokens", "at least 0", num_tokens, "use crop to shorten"))
     needed = []
     for group, allocator in enumerate(tables[0]._allocators):
-        total = sum(table._missing(group, table.length + num_tokens) for table in tables)
-        if num_tokens:
-            written = Counter(table._written_page(group) for table in tables)
-            total += sum(_copies(allocator, page, times) for page, times in written.items() if page)
+        total, shared = 0, []
+        for table in tables:
+            total += table._missing(group, table.length + num_tokens)
+            if num_tokens and (page := table._written_page(group)) and allocator.is_shared(page):
+                shared.append(page)
+        for page, times in Counter(shared).items():
+            total += _copies(allocator, page, times)
         needed.append(total)
     return needed
+
+
+def append_all(
+    tables: Sequence[PageTable], num_tokens: int, needed: Sequence[int]
+) -> list[PageCopy]:
+    """`append(num_tokens)` on each table, `needed` pages of each group being prepared.
+
+    Returns the page copies to make before writing. Rows of a batch mostly grow alike, in step: it
+    is worth while that one allocation serves them all.
+    """
+    missing = [
+        [table._missing(group, table.length + num_tokens) for table in tables] if count else []
+        for group, count in enumerate(needed)
+    ]
+    if list(map(sum, missing)) != list(needed):  # some of the pages are copies
+        return [copy for table in tables for copy in table.append(num_tokens)]
+    for group, counts in enumerate(missing):
+        fresh = tables[0]._allocators[group].allocate(needed[group]) if counts else []
+        start = 0
+        for table, count in zip(tables, counts, strict=False):
+            table._pages[group] += fresh[start : start + count]
+            start += count
+    for table in tables:
+        table.length += num_tokens
+    return []
 
 
 def _copies(allocator: PageAllocator, page: int, writers: int) -> int:

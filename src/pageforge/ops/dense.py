@@ -1,16 +1,19 @@
 """Attention over pages on the CPU: K and V are gathered, and torch's own attention does the rest.
 
 Query heads that share a KV head are rows of one matrix product, so K and V are never repeated. A
-few rows at a time are gathered: what is copied is then read again while the processor's cache has
-it, and the memory allocator need not ask the system for it anew.
+few rows at a time are gathered, into memory that is kept: what is copied is read again while the
+processor's cache has it, and the system is not asked for fresh memory in every layer.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+import threading
+from collections.abc import Callable, Iterator, Sequence
 from itertools import pairwise
+from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
@@ -20,6 +23,16 @@ from pageforge.ops.reference import gather_kv
 
 GATHERED_BYTES = 4 << 20
 """K and V that are gathered at a time, unless a single row has more (1 to 8 MiB were tried)."""
+
+
+class Scores(NamedTuple):
+    """How scores are made; see `reference.attend`."""
+
+    scale: float
+    window: int | None = None
+    softcap: float | None = None
+    sinks: Tensor | None = None  # [Hq]
+    alibi_slopes: Tensor | None = None  # [Hq]
 
 
 def attend_dense(
@@ -38,41 +51,93 @@ def attend_dense(
     starts: Tensor | None = None,  # [S] int: tokens of left padding, which nobody sees
 ) -> Tensor:  # [T, Hq, Dv]
     """What `reference.attend` means, without the log-sum-exp. K and V are of the query's dtype."""
+    scores = Scores(scale, window, softcap, sinks, alibi_slopes)
     lengths, bounds = seq_lens.tolist(), cu_query_lens.tolist()
     paddings = [0] * len(lengths) if starts is None else starts.tolist()
+    return _attend(query, key_pages, value_pages, page_table, lengths, bounds, paddings, scores)
+
+
+def write_and_attend_dense(
+    query: Tensor,  # [S, Hq, Dk]
+    key: Tensor,  # [S, Hkv, Dk]
+    value: Tensor,  # [S, Hkv, Dv]
+    key_pages: Tensor,  # [N, Hkv, P, Dk], written
+    value_pages: Tensor,  # [N, Hkv, P, Dv], written
+    page_table: Tensor,  # [S, M] int32
+    seq_lens: Tensor,  # [S] int32, the new token included
+    *,
+    scale: float,
+    window: int | None = None,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,  # [Hq]
+    alibi_slopes: Tensor | None = None,  # [Hq]
+    starts: Tensor | None = None,  # [S] int32
+) -> Tensor:  # [S, Hq, Dv]
+    """`key` and `value` become token `seq_lens - 1` of each row, then `attend_dense`.
+
+    Rows that have no token, or none but padding, or no page for it, write nothing.
+    """
+    scores = Scores(scale, window, softcap, sinks, alibi_slopes)
+    lengths = seq_lens.tolist()
+    paddings = [0] * len(lengths) if starts is None else starts.tolist()
+    size = key_pages.shape[2]
+    last = np.array(lengths) - 1
+    row = np.nonzero(last >= paddings)[0]
+    page = page_table.numpy()[row, last[row] // size].astype(np.int64)
+    row, page = row[page > 0], page[page > 0]
+    new_key, new_value = key, value
+    if len(row) < len(lengths):
+        new_key, new_value = key[torch.from_numpy(row)], value[torch.from_numpy(row)]
+    where = torch.from_numpy(page), slice(None), torch.from_numpy(last[row] % size)
+    key_pages[where] = new_key.to(key_pages.dtype)
+    value_pages[where] = new_value.to(value_pages.dtype)
+    bounds = range(len(lengths) + 1)
+    return _attend(query, key_pages, value_pages, page_table, lengths, bounds, paddings, scores)
+
+
+def _attend(
+    query: Tensor,
+    key_pages: Tensor,
+    value_pages: Tensor,
+    page_table: Tensor,
+    lengths: Sequence[int],
+    bounds: Sequence[int],
+    paddings: Sequence[int],
+    scores: Scores,
+) -> Tensor:
     counts = [stop - start for start, stop in pairwise(bounds)]
     token_bytes = key_pages.shape[1] * (key_pages.shape[3] + value_pages.shape[3])
     token_bytes *= key_pages.element_size()
+    gather = _gatherer(key_pages, value_pages)
     out = query.new_zeros(query.shape[0], query.shape[1], value_pages.shape[3])
     for rows in _alike(lengths, counts, token_bytes):
-        length, count, some = lengths[rows.start], counts[rows.start], paddings[rows]
-        oldest = 0 if window is None else max(0, length - count - window + 1)
-        firsts = [min(length, max(padding, oldest)) for padding in some]  # the first token seen
-        if count and min(firsts) < length:
-            queries = slice(bounds[rows.start], bounds[rows.stop])
-            out[queries] = _attend_alike(
-                query[queries],
-                *_gather(key_pages, value_pages, page_table[rows], firsts, length),
-                length,
-                firsts,
-                scale=scale,
-                window=window,
-                softcap=softcap,
-                sinks=sinks,
-                alibi_slopes=alibi_slopes,
-            )
+        length, count = lengths[rows.start], counts[rows.start]
+        oldest = 0 if scores.window is None else max(0, length - count - scores.window + 1)
+        # The first token that each row sees.
+        firsts = [min(length, max(padding, oldest)) for padding in paddings[rows]]
+        if not count or min(firsts) == length:
+            continue
+        page, size = min(firsts) // key_pages.shape[2], key_pages.shape[2]
+        key, value = gather(page_table[rows, page : pages_for(length, size)])
+        seen = slice(min(firsts) - page * size, length - page * size)
+        key, value = key[:, :, seen], value[:, :, seen]
+        for index, first in enumerate(firsts):
+            unseen = first - min(firsts)
+            if unseen:  # what lies there, NaN perhaps, must not reach a product
+                key[index, :, :unseen] = 0
+                value[index, :, :unseen] = 0
+        queries = slice(bounds[rows.start], bounds[rows.stop])
+        out[queries] = _attend_alike(query[queries], key, value, length, firsts, scores)
     return out
 
 
 def _alike(lengths: Sequence[int], counts: Sequence[int], token_bytes: int) -> Iterator[slice]:
     """Neighbouring rows of one length with equally many queries, as many as are to be gathered."""
+    kinds = list(zip(lengths, counts, strict=True))
     start = 0
-    while start < len(lengths):
+    while start < len(kinds):
         stop = start + 1
-        while stop < len(lengths) and (lengths[stop], counts[stop]) == (
-            lengths[start],
-            counts[start],
-        ):
+        while stop < len(kinds) and kinds[stop] == kinds[start]:
             stop += 1
         most = max(1, GATHERED_BYTES // max(1, lengths[start] * token_bytes))
         each = ceil_div(stop - start, ceil_div(stop - start, most))  # evenly
@@ -81,48 +146,49 @@ def _alike(lengths: Sequence[int], counts: Sequence[int], token_bytes: int) -> I
         start = stop
 
 
-def _gather(
-    key_pages: Tensor,
-    value_pages: Tensor,
-    page_table: Tensor,  # [B, M]
-    firsts: Sequence[int],
-    length: int,
-) -> tuple[Tensor, Tensor]:
-    """K and V `[B, Hkv, tokens, D]` of positions `min(firsts)` to `length - 1`.
-
-    They are zero before a row's first: what lies there, NaN perhaps, must not reach a product.
-    """
-    _, num_heads, page_size, dim = key_pages.shape
-    low = min(firsts)
-    page = low // page_size
-    table = page_table[:, page : pages_for(length, page_size)]
+def _gatherer(key_pages: Tensor, value_pages: Tensor) -> Callable[[Tensor], tuple[Tensor, Tensor]]:
+    """A function from a page table to K and V, valid until the next call: see `gather_kv`."""
+    num_pages, num_heads, page_size, dim = key_pages.shape
     width = page_size * dim
     apart = value_pages.storage_offset() - key_pages.storage_offset()
     if (
-        key_pages.untyped_storage().data_ptr() == value_pages.untyped_storage().data_ptr()
-        and key_pages.shape == value_pages.shape
-        and key_pages.stride() == value_pages.stride()
-        and apart > 0
-        and apart % width == key_pages.stride(0) % width == 0
+        key_pages.untyped_storage().data_ptr() != value_pages.untyped_storage().data_ptr()
+        or key_pages.shape != value_pages.shape
+        or key_pages.stride() != value_pages.stride()
+        or apart < 0
+        or apart % width
+        or key_pages.stride(0) % width
     ):
-        # As they lie in a pool, both are rows of one matrix: a page's K of one head, or its V.
-        apart, per_page = apart // width, key_pages.stride(0) // width
-        num_rows = (key_pages.shape[0] - 1) * per_page + apart + num_heads
-        head = torch.arange(num_heads)[:, None]
-        inside = torch.stack([head, head + apart])  # [K or V, Hkv, 1]
-        index = table.long().mul_(per_page)[:, None, None] + inside
-        rows = key_pages.as_strided((num_rows, width), (width, 1))
-        both = rows.index_select(0, index.flatten()).view(len(firsts), 2, num_heads, -1, dim)
-        key, value = both.unbind(1)
-    else:
-        key, value = gather_kv(key_pages, value_pages, table)
-    seen = slice(low - page * page_size, length - page * page_size)
-    key, value = key[:, :, seen], value[:, :, seen]
-    for row, first in enumerate(firsts):
-        if first > low:
-            key[row, :, : first - low] = 0
-            value[row, :, : first - low] = 0
-    return key, value
+        return lambda page_table: gather_kv(key_pages, value_pages, page_table)
+    # As they lie in a pool: rows of one matrix, each a page's K of one head, or its V.
+    apart, per_page = apart // width, key_pages.stride(0) // width
+    rows = key_pages.as_strided(((num_pages - 1) * per_page + apart + num_heads, width), (width, 1))
+    head = torch.arange(num_heads)[:, None]
+    inside = torch.stack([head, head + apart])  # [K or V, Hkv, 1]
+
+    def gather(page_table: Tensor) -> tuple[Tensor, Tensor]:
+        index = (page_table.long().mul_(per_page)[:, None, None] + inside).flatten()
+        both = _scratch(len(index), width, rows.dtype)
+        torch.index_select(rows, 0, index, out=both)
+        both = both.view(page_table.shape[0], 2, num_heads, -1, dim)
+        return both[:, 0], both[:, 1]
+
+    return gather
+
+
+_kept = threading.local()
+
+
+def _scratch(num_rows: int, width: int, dtype: torch.dtype) -> Tensor:
+    """`[num_rows, width]` of this thread's memory, GATHERED_BYTES at most, or of fresh memory."""
+    num_bytes = num_rows * width * dtype.itemsize
+    if num_bytes > GATHERED_BYTES:
+        return torch.empty(num_rows, width, dtype=dtype)
+    if not hasattr(_kept, "memory"):
+        with torch.inference_mode(False):  # else it could only be written to in that mode
+            _kept.memory = torch.empty(GATHERED_BYTES, dtype=torch.uint8)
+    memory: Tensor = _kept.memory
+    return memory[:num_bytes].view(dtype).view(num_rows, width)
 
 
 def _attend_alike(
@@ -131,14 +197,10 @@ def _attend_alike(
     value: Tensor,  # [B, Hkv, tokens, Dv]
     length: int,
     firsts: Sequence[int],
-    *,
-    scale: float,
-    window: int | None,
-    softcap: float | None,
-    sinks: Tensor | None,
-    alibi_slopes: Tensor | None,
+    scores: Scores,
 ) -> Tensor:  # [B * Tq, Hq, Dv]
     """Attention of the last `Tq` of `length` tokens in each row; it sees those from `firsts` on."""
+    scale, window, softcap, sinks, alibi_slopes = scores
     rows, num_kv_heads = key.shape[:2]
     count, group, low = len(query) // rows, query.shape[1] // num_kv_heads, min(firsts)
     grouped = query.view(rows, count, num_kv_heads, group, -1).permute(0, 2, 3, 1, 4)

@@ -1,0 +1,178 @@
+"""The quick way to launch a kernel again."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import pytest
+import torch
+from tests.ops.attention_cases import Step, make_step
+
+from pageforge.ops import launch
+from pageforge.ops.launch import VECTOR_BYTES, Launcher, misaligned
+
+CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
+
+
+class FakeKernel:
+    """In place of a Triton kernel: keeps what happened to it."""
+
+    def __init__(self) -> None:
+        self.log: list[tuple[Any, ...]] = []
+        self.grid: Any = None
+
+    def __getitem__(self, grid: Any) -> Any:
+        return lambda *args, **constants: self.log.append(("run", grid, args, constants))
+
+    def warmup(self, *args: Any, grid: Any, **options: Any) -> Any:
+        self.log.append(("compile", grid, args, options))
+        number = sum(entry[0] == "compile" for entry in self.log)
+
+        class Compiled:
+            def __getitem__(_, grid: Any) -> Any:
+                return lambda *args: self.log.append((f"variant {number}", grid, args))
+
+        return Compiled()
+
+
+def test_on_the_cpu_the_interpreter_runs_it() -> None:
+    kernel = FakeKernel()
+    Launcher(kernel)("any", CPU, (1, 2, 3), (4, 5), {"C": 6}, {"num_warps": 8})
+    assert kernel.log == [("run", (1, 2, 3), (4, 5), {"C": 6})]
+
+
+def test_a_variant_is_compiled_once_for_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    kernel = FakeKernel()
+    quick = Launcher(kernel)
+    current = [0]
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: current[-1])
+
+    class OnDevice:
+        def __init__(self, device: torch.device):
+            self.index = device.index
+
+        def __enter__(self) -> None:
+            current.append(self.index)
+
+        def __exit__(self, *_: object) -> None:
+            current.pop()
+
+    monkeypatch.setattr(torch.cuda, "device", OnDevice)
+    other = torch.device("cuda", 1)
+    options = {"num_warps": 8}
+    quick("one", CUDA, (1, 1, 1), (4,), {"C": 6, "D": 7}, options)
+    quick("one", CUDA, (9, 1, 1), (5,), {"C": 6, "D": 7}, options)
+    quick("two", CUDA, (1, 1, 1), (4,), {"C": 8, "D": 7}, options)
+    quick("one", other, (1, 1, 1), (4,), {"C": 6, "D": 7}, options)
+    quick("one", other, (1, 1, 1), (4,), {"C": 6, "D": 7}, options)
+    quick("one", CUDA, (1, 1, 1), (4,), {"C": 6, "D": 7}, options)
+    assert current == [0], "the current device is what it was"
+    assert kernel.log == [
+        ("compile", (1, 1, 1), (4,), {"C": 6, "D": 7, "num_warps": 8}),
+        ("variant 1", (1, 1, 1), (4, 6, 7)),
+        ("variant 1", (9, 1, 1), (5, 6, 7)),
+        ("compile", (1, 1, 1), (4,), {"C": 8, "D": 7, "num_warps": 8}),
+        ("variant 2", (1, 1, 1), (4, 8, 7)),
+        ("compile", (1, 1, 1), (4,), {"C": 6, "D": 7, "num_warps": 8}),
+        ("variant 3", (1, 1, 1), (4, 6, 7)),
+        ("variant 3", (1, 1, 1), (4, 6, 7)),
+        ("variant 1", (1, 1, 1), (4, 6, 7)),
+    ]
+
+
+def test_misaligned() -> None:
+    whole = torch.zeros(64)
+    assert VECTOR_BYTES == 16
+    assert misaligned([whole, whole[4:], whole[8:]]) == ()
+    assert misaligned([whole, whole[1:], whole[8:], whole[6:]]) == (False, True, False, True)
+    assert misaligned([whole[:0], torch.zeros(0)]) == ()
+
+
+# --- what decode names a variant by ---------------------------------------------------------------
+
+
+def test_equal_variants_are_equal_to_triton(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever changes what Triton compiles must change the name of the variant too.
+
+    Random decode steps; for each launch Triton's own key is made by its own code.
+    """
+    decode = pytest.importorskip("pageforge.ops.decode")
+    known: dict[tuple[str, Any], Any] = {}
+
+    def check(self: Launcher, variant: Any, device: Any, grid: Any, args: Any, constants, options):
+        kernel = self._kernel
+        key = triton_key(kernel, args, constants, options)
+        assert known.setdefault((kernel.fn.__name__, variant), key) == key
+
+    monkeypatch.setattr(launch.Launcher, "__call__", check)
+    rng = random.Random(0)
+    for number in range(250):
+        torch.manual_seed(number)
+        step = random_step(rng)
+        monkeypatch.setattr(decode, "MERGED_BYTES", rng.choice([0, 1 << 40]))
+        new = None
+        if rng.random() < 0.5:
+            new = step.take_newest()
+            new = tuple(move(rng, cast(rng, part)) for part in new)
+        step.query = move(rng, step.query)
+        step.run(new=new, batch_invariant=rng.random() < 0.3)
+    assert 50 < len(known) < 300
+
+
+def random_step(rng: random.Random) -> Step:
+    """Few kinds of each property, so that steps of one variant meet."""
+    options: dict[str, Any] = {}
+    if rng.random() < 0.2:
+        options["sinks"] = torch.zeros(16)[rng.choice([0, 1]) :][:4].to(rng.choice(DTYPES))
+    if rng.random() < 0.2:
+        options["alibi_slopes"] = torch.zeros(16)[rng.choice([0, 1]) :][:4].to(rng.choice(DTYPES))
+    if rng.random() < 0.2:
+        options["softcap"] = rng.choice([1.0, 16.0])
+    step = make_step(
+        [rng.choice([1, 16, 20])] * rng.choice([1, 2, 3, 16, 17]),
+        dims=(16, rng.choice([16, 24])),
+        dtype=rng.choice(DTYPES[:2]),
+        spare=rng.choice([0, 1, 15, 16, 40]),
+        **options,
+    )
+    if rng.random() < 0.3:  # a table, and lengths, that begin anywhere
+        step.page_table = torch.cat([step.page_table, step.page_table], 1)[:, 1:-1]
+        step.seq_lens = torch.cat([step.seq_lens, step.seq_lens])[1 : 1 + len(step.seq_lens)]
+    return step
+
+
+DTYPES = [torch.float32, torch.float16, torch.bfloat16]
+
+
+def cast(rng: random.Random, part: torch.Tensor) -> torch.Tensor:
+    return part.to(rng.choice(DTYPES)) if rng.random() < 0.2 else part
+
+
+def move(rng: random.Random, part: torch.Tensor) -> torch.Tensor:
+    """Perhaps to where no vector load can begin."""
+    if rng.random() < 0.7:
+        return part.clone()
+    flat = torch.zeros(part.numel() + 1, dtype=part.dtype)
+    return flat[1:].view(part.shape).copy_(part)
+
+
+def triton_key(kernel: Any, args: Any, constants: Any, options: Any) -> Any:
+    """What Triton tells compiled variants apart by: types, alignments, constants, options."""
+    from triton.backends.compiler import BaseBackend
+    from triton.runtime.jit import JITFunction, native_specialize_impl
+
+    real = JITFunction(
+        kernel.fn, **{name: kernel.kwargs[name] for name in kernel.kwargs if name.startswith("do_")}
+    )
+    key = []
+    for parameter, arg in zip(real.params, args, strict=False):
+        kind = native_specialize_impl(
+            BaseBackend,
+            arg,
+            parameter.is_const,
+            not parameter.do_not_specialize,
+            not parameter.do_not_specialize_on_alignment,
+        )
+        key.append((parameter.name, parameter.annotation_type or kind[0], kind[1]))
+    return key, constants, options
