@@ -54,11 +54,10 @@ class StepInputs:
                 for _ in pool.geometry.groups
             ]
         self._pages = [pool.pages(group) for group in range(len(pool.geometry.groups))]
-        self._views = {
-            layer: (group, *(_place(view) for view in pool.layer(layer)[1:]))
-            for group, layout in enumerate(pool.geometry.groups)
-            for layer in layout.layers
-        }
+        self._views: dict[int, tuple[int, _Place, _Place]] = {}
+        for layer in sorted(layer for group in pool.geometry.groups for layer in group.layers):
+            group, key_pages, value_pages = pool.layer(layer)
+            self._views[layer] = group, _place(key_pages), _place(value_pages)
         self._plans: dict[tuple[int, int | None], DecodePlan | None] = {}
 
     def layer(self, layer: int) -> tuple[Tensor, Tensor]:
@@ -112,8 +111,12 @@ class StepInputs:
         return self._plans[key]
 
 
-def _place(view: Tensor) -> tuple[torch.Size, tuple[int, ...], int]:
-    return view.shape, view.stride(), view.storage_offset()
+_Place = tuple[torch.Size, tuple[int, ...], int]
+"""Size, strides and offset of a view, as `as_strided` takes them."""
+
+
+def _place(view: Tensor) -> _Place:
+    return view.shape, view.stride(), int(view.storage_offset())
 
 
 class CapturedStep:

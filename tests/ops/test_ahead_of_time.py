@@ -145,6 +145,8 @@ JOBS = [
     *(Job("prefill", arch, FP16, (64, 64)) for arch in (75, 90, 120)),
     *(Job("decode_step", arch, FP32, (256, 256)) for arch in (75, 86, 90)),
     *(Job("prefill", arch, FP32, (256, 256)) for arch in (75, 86, 90)),
+    Job("decode_in_one", 80, FP16, (64, 256)),
+    Job("decode_in_one", 86, FP16, (128, 256)),
     # All options, and dims that are no powers of two.
     *(Job("decode_step", 86, FP16, dims) for dims in ODD),
     *(Job("prefill", 86, FP16, dims) for dims in ODD[1::2]),
@@ -161,6 +163,11 @@ JOBS = [
 
 def compile_job(job: Job) -> list[Kernel]:
     """What is launched by `job`, compiled for its architecture."""
+    from triton.runtime.jit import JITFunction
+
+    from pageforge.ops import decode, plan, prefill
+    from pageforge.ops.launch import Launcher
+
     capability = divmod(job.arch, 10)
     compiled: list[Kernel] = []
 
@@ -172,16 +179,9 @@ def compile_job(job: Job) -> list[Kernel]:
     ) -> None:
         self._kernel[grid](*args, **constants, **options)
 
-    decode, plan, prefill, runtime, launcher = (
-        importlib.import_module(name)
-        for name in (
-            *("pageforge.ops.decode", "pageforge.ops.plan", "pageforge.ops.prefill"),
-            *("triton.runtime.jit", "pageforge.ops.launch"),
-        )
-    )
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(runtime.JITFunction, "run", launch)
-        patch.setattr(launcher.Launcher, "__call__", quick_launch)
+        patch.setattr(JITFunction, "run", launch)
+        patch.setattr(Launcher, "__call__", quick_launch)
         patch.setattr(decode, "MERGED_BYTES", decode.MERGED_BYTES)
         for module in (decode, plan):
             patch.setattr(

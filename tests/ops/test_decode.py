@@ -27,7 +27,7 @@ KINDS: list[dict[str, Any]] = [  # every ratio of heads, head dim and page size
     {"heads": (9, 3), "dims": (80, 80), "page_size": 8, "dtype": FP32},
     {"heads": (8, 1), "dims": (256, 256), "page_size": 64, "dtype": FP16},
     {"heads": (12, 2), "dims": (112, 96), "page_size": 128, "dtype": FP16},
-    {"heads": (24, 1), "dims": (128, 128), "page_size": 256, "dtype": FP32},
+    {"heads": (24, 1), "dims": (128, 64), "page_size": 256, "dtype": FP32},
     {"heads": (2, 2), "dims": (24, 16), "page_size": 16, "dtype": FP16},
     {"heads": (40, 1), "dims": (16, 40), "page_size": 8, "dtype": FP16},
 ]
@@ -71,7 +71,7 @@ def test_everything_at_once(kind: dict[str, Any], cut_into: Any) -> None:
     cut_into(3)
     num_heads = kind["heads"][0]
     step = make_step(
-        [70, 1, 0, 40],
+        [50, 1, 0, 40],
         window=37,
         starts=[0, 0, 0, 20],
         softcap=20.0,
@@ -91,7 +91,7 @@ def check_write(step: Step, **options: Any) -> None:
 
 
 @given(st.integers(0, 10**6))
-@settings(max_examples=20)
+@settings(max_examples=15)
 def test_any_options(seed: int) -> None:
     rng = random.Random(seed)
     torch.manual_seed(seed)
@@ -117,28 +117,28 @@ def test_any_options(seed: int) -> None:
     step.check(*step.run(batch_invariant=rng.random() < 0.3))
 
 
-@pytest.mark.parametrize("length", [1, 15, 16, 17, 31, 32, 33, 63, 64, 65, 100])
+@pytest.mark.parametrize("length", [1, 15, 16, 17, 32, 33, 64, 65])
 def test_no_key_is_lost_or_counted_twice(length: int) -> None:
     """Of keys that all weigh the same, wherever pages, tiles and pieces end."""
-    step = make_step([length, 90, 3], uniform=True)
+    step = make_step([length, 50], heads=(2, 1), uniform=True)
     step.check(*step.run())
     check_write(step)
 
 
-@pytest.mark.parametrize("window", [1, 7, 8, 9, 15, 16, 17, 31, 32, 33, 64])
+@pytest.mark.parametrize("window", [1, 7, 8, 9, 16, 17])
 def test_windows(window: int) -> None:
     """The first key in the window has the softmax, then the last one that is out of it."""
-    lengths = [90, window, window + 1, 2 * window]
-    for spike in (90 - window, 89 - window):
-        step = make_step(lengths, window=window, spikes=[spike])
+    lengths = [50, window, window + 1, 2 * window]
+    for spike in (50 - window, 49 - window):
+        step = make_step(lengths, heads=(2, 1), window=window, spikes=[spike])
         step.check(*step.run())
     check_write(step)
 
 
-@pytest.mark.parametrize("start", [1, 7, 8, 9, 15, 16, 17, 39, 40, 41])
+@pytest.mark.parametrize("start", [1, 8, 9, 39, 40, 41])
 def test_left_padding(start: int) -> None:
     """Whose bytes are NaN; of one row no token is left."""
-    step = make_step([40, 70, 5], starts=[start, start, start], uniform=True)
+    step = make_step([40, 50, 5], heads=(2, 1), starts=[start] * 3, uniform=True)
     step.check(*step.run())
 
 
@@ -147,15 +147,15 @@ def test_left_padding(start: int) -> None:
 
 @pytest.mark.parametrize("batch_invariant", [False, True])
 @pytest.mark.parametrize("merged_bytes", [0, 1 << 40], ids=["two kernels", "one kernel"])
-@pytest.mark.parametrize("slots", [1, 2, 5, 40])
+@pytest.mark.parametrize("slots", [1, 4, 40])
 def test_pieces_are_merged(
     slots: int, merged_bytes: int, batch_invariant: bool, cut_into: Any
 ) -> None:
     """Into one, two or many, by the kernel itself or by a second one, and again from that plan."""
     cut_into(slots, merged_bytes)
-    for spikes in ([], [*range(0, 300, TILE), *range(TILE - 1, 300, TILE)]):
+    for spikes in ([], [*range(0, 130, TILE), *range(TILE - 1, 130, TILE)]):
         step = make_step(
-            [290, 18, 0, 90],
+            [130, 18, 0],
             heads=(3, 1),
             dims=(16, 24),
             uniform=not spikes,
@@ -164,7 +164,7 @@ def test_pieces_are_merged(
         )
         made = step.cut(batch_invariant=batch_invariant)
         pieces = int(made.table[0])
-        assert pieces >= 4 if batch_invariant else min(slots, 20) <= pieces <= 8 * slots + 4
+        assert pieces == 7 if batch_invariant else min(slots, 9) <= pieces <= 8 * slots + 3
         before = made.table.clone()
         first = step.run(plan=made, batch_invariant=batch_invariant)
         step.check(*first)
@@ -178,23 +178,27 @@ def test_more_pieces_than_are_merged_at_once(cut_into: Any, monkeypatch: Any) ->
     decode._variant.cache_clear()
     monkeypatch.setattr(decode, "MERGED_AT_ONCE", 64)  # one piece of 4 heads and 16 dims
     cut_into(40, 1 << 40)
-    step = make_step([300, 3], heads=(3, 1), uniform=True, alibi_slopes=torch.rand(3) * 0.02)
+    step = make_step([90], heads=(3, 1), uniform=True, alibi_slopes=torch.rand(3) * 0.02)
     step.check(*step.run())
     decode._variant.cache_clear()
     cut_into(40, 0)
-    step = make_step([700, 3], heads=(3, 1), uniform=True)  # the second kernel takes 32 at once
+    step = make_step([550], heads=(3, 1), uniform=True)  # the second kernel takes 32 at once
     step.check(*step.run())
 
 
-@pytest.mark.parametrize("merged_bytes", [0, 2000, 1 << 40])
-def test_batch_invariant(merged_bytes: int, cut_into: Any) -> None:
-    """A row's bits are the same alone, among any neighbours, and in a wider page table."""
+@pytest.mark.parametrize("merged_bytes", [0, 1000, 1 << 40])
+def test_batch_invariant(merged_bytes: int, cut_into: Any, monkeypatch: Any) -> None:
+    """A row's bits are the same alone, among any neighbours, and in a wider page table.
+
+    The two ways to merge differ here in how many pieces they take at once.
+    """
+    monkeypatch.setattr(decode, "MERGED_AT_ONCE", 32)
+    decode._variant.cache_clear()
     cut_into(2, merged_bytes)
-    lengths = [130, 8, 33, 60]
-    step = make_step(lengths, heads=(4, 2), dims=(16, 16))
+    step = make_step([200, 33], heads=(2, 1), spare=40)
     want = step.run(batch_invariant=True)
     step.check(*want)
-    for rows, columns in (([0], 17), ([3], 8), ([2], 5), ([3, 1, 0], 18), ([2] * 9, 5)):
+    for rows, columns in (([0], 25), ([1], 5), ([1, 0], 30), ([1] * 5, 5)):
         part = dataclasses.replace(
             step,
             query=step.query[rows],
@@ -203,7 +207,8 @@ def test_batch_invariant(merged_bytes: int, cut_into: Any) -> None:
         )
         got = part.run(batch_invariant=True)
         for one, other in zip(got, want, strict=True):
-            assert torch.equal(one, other[rows])
+            assert torch.equal(one, other[rows]), rows
+    decode._variant.cache_clear()
 
 
 # --- rows that are none ---------------------------------------------------------------------------

@@ -14,7 +14,6 @@ from transformers.utils import ModelOutput
 
 from pageforge.batch import SequenceBatch
 from pageforge.errors import UnsupportedModel
-from pageforge.geometry import pages_for
 from pageforge.graphs import CapturedStep, StepInputs, bucket
 from pageforge.hf.cache import PagedKVCache
 from pageforge.hf.padding import left_padding
@@ -47,7 +46,7 @@ class Call:
 
 
 class DecodeStep:
-    """A captured step of calls of one variant; it raises whatever stands in the way of a capture."""
+    """A captured step, for calls of one variant. Raises whatever stands in the way of a capture."""
 
     def __init__(
         self,

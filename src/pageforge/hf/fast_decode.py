@@ -16,7 +16,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.utils import logging
 
-from pageforge.errors import PageForgeError, UnsupportedModel
+from pageforge.errors import PageForgeError
 from pageforge.hf.attention import NAME
 from pageforge.hf.cache import PagedKVCache
 from pageforge.hf.decode_step import Call, DecodeStep, agree
@@ -27,7 +27,7 @@ from pageforge.probe import cache_argument
 logger = logging.get_logger(__name__)
 
 MAX_WASTED = 8
-"""Captures in a row that may be dropped early, because the model changed, before that is given up."""
+"""Captures in a row that may be dropped early, because the model changed; then no more are made."""
 
 WORTHWHILE = 32
 """Replays that repay a capture."""

@@ -118,6 +118,7 @@ class NewTokens:
                 self.value_pages,
                 step.page_table,
                 step.seq_lens,
+                check=False,  # update() and the refusals of attention have seen to it all
                 **options,
             )
             state.pending = None

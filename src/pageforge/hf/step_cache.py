@@ -6,7 +6,7 @@ StepInputs whenever the graph runs. What would need K/V to be dense is refused.
 
 from __future__ import annotations
 
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 from torch import Tensor
@@ -20,6 +20,13 @@ from pageforge.hf.paged_layer import KVLength
 
 STEP_ARGUMENT = "pageforge_step"
 """The keyword argument of a model's forward by which a compiled step reaches attention."""
+
+
+class Span(NamedTuple):
+    """The positions of the step's tokens, as masks and attention of a capture see them."""
+
+    start: int
+    stop: int
 
 
 class StepCache(Cache):
@@ -140,10 +147,10 @@ class _StepLayer(CacheLayerMixin):
     def update(
         self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
-        """K and V `[S, Hkv, 1, D]`, which attention will write: lazy ones, or with `windows` these."""
+        """K and V `[S, Hkv, 1, D]`, which attention will write: lazily, or with `windows` as is."""
         if not self._cache.is_lazy:
             return key_states, value_states
-        tokens = StepTokens(self._cache, self._layer, key_states, value_states)
+        tokens: Any = StepTokens(self._cache, self._layer, key_states, value_states)
         key, value = (
             LazyKV(states.shape, states.dtype, states.device, None, tokens, is_value)
             for states, is_value in ((key_states, False), (value_states, True))
@@ -172,10 +179,7 @@ class StepTokens:
 
     is_dense = False
     oldest = 0
-
-    class step:  # the one token, as the mask function sees it
-        start = 0
-        stop = 1
+    step = Span(start=0, stop=1)
 
     def __init__(self, cache: StepCache, layer: int, key: Tensor, value: Tensor):
         self.state = cache
@@ -199,12 +203,12 @@ class StepTokens:
         sinks: Tensor | None,  # [Hq]
     ) -> Tensor:  # [S, 1, Hq, Dv]
         """Write and attend, or attend once more; see StepCache."""
-        cache, options = self.state, {"scale": scale, "window": window}
+        cache = self.state
+        options: dict[str, Any] = {"scale": scale, "window": window}
+        options |= {"softcap": softcap, "sinks": sinks}
         if self.layer in cache.written:
             cache.is_regular = False
-            return cache.attend_again(self.layer, query, softcap=softcap, sinks=sinks, **options)
+            return cache.attend_again(self.layer, query, **options)
         cache.written.add(self.layer)
         cache.windows[self.layer] = window
-        return cache.attend(
-            self.layer, query, self.key, self.value, softcap=softcap, sinks=sinks, **options
-        )
+        return cache.attend(self.layer, query, self.key, self.value, **options)

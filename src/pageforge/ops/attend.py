@@ -145,6 +145,7 @@ def write_and_attend(
     starts: Tensor | None = None,  # [S] int32
     batch_invariant: bool = False,
     plan: DecodePlan | None = None,
+    check: bool = True,
 ) -> Tensor:  # [S, Hq, Dv]
     """One decode step of a layer: each row's new token is written, and its query attends.
 
@@ -152,28 +153,14 @@ def write_and_attend(
     CUDA both happen in one launch. A row of no tokens (padding of a batch) writes nothing and
     gives 0; so does one whose tokens are all left padding. `plan`: what `plan_decode` gave for
     these rows, window, starts and `batch_invariant`; layers share it. K and V of another dtype are
-    cast to the pages'. Raises ShapeError, and then nothing was written.
+    cast to the pages'. Raises ShapeError, and then nothing was written; without `check`, which a
+    caller may leave out who has made sure of it all, it may write anywhere.
     """
     options = Options(scale, window, softcap, sinks, alibi_slopes, starts)
-    _check(query, key_pages, value_pages, page_table, seq_lens, options)
-    num_rows = seq_lens.shape[0]
-    if query.shape[0] != num_rows:
-        fix = "one query a row; use attend() for several"
-        raise ShapeError(expected("query", f"{num_rows} rows", shape(query), fix))
-    for name, states, pages in (("key", key, key_pages), ("value", value, value_pages)):
-        _, heads, _, dim = pages.shape
-        if states.shape != (num_rows, heads, dim) or states.stride(2) != 1:
-            got = f"{shape(states)} with strides {states.stride()}"
-            raise ShapeError(
-                expected(
-                    name, f"[{num_rows}, {heads}, {dim}], dense in the last dim", got, _RESHAPE
-                )
-            )
-        if not states.dtype.is_floating_point:
-            want = f"pass {pages.dtype}"
-            raise ShapeError(expected(name, "a floating dtype", states.dtype, want))
-        check_same_device(name, states, pages)
-    return _write_and_attend(
+    if check:
+        _check(query, key_pages, value_pages, page_table, seq_lens, options)
+        _check_new(query, key, value, key_pages, value_pages, seq_lens.shape[0])
+    arguments = (
         query,
         key,
         value,
@@ -185,6 +172,11 @@ def write_and_attend(
         *(plan or NO_PLAN),
         *options,
     )
+    if type(query) is not Tensor or torch.compiler.is_compiling():
+        return _write_and_attend(*arguments)
+    # Without torch's dispatcher, which takes the host as long as the kernel takes the device.
+    on_cuda = query.is_cuda and kernels.AVAILABLE
+    return (_write_and_attend_cuda if on_cuda else _write_and_attend_cpu)(*arguments)
 
 
 def plan_decode(
@@ -240,6 +232,32 @@ def _check(
             raise ShapeError(expected("page size", f"one of {PAGE_SIZES}", page_size, fix))
     elif not torch.compiler.is_compiling():
         _check_lengths(seq_lens, page_table, key_pages)
+
+
+def _check_new(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    key_pages: Tensor,
+    value_pages: Tensor,
+    num_rows: int,
+) -> None:
+    if query.shape[0] != num_rows:
+        fix = "one query a row; use attend() for several"
+        raise ShapeError(expected("query", f"{num_rows} rows", shape(query), fix))
+    for name, states, pages in (("key", key, key_pages), ("value", value, value_pages)):
+        _, heads, _, dim = pages.shape
+        if states.shape != (num_rows, heads, dim) or states.stride(2) != 1:
+            got = f"{shape(states)} with strides {states.stride()}"
+            raise ShapeError(
+                expected(
+                    name, f"[{num_rows}, {heads}, {dim}], dense in the last dim", got, _RESHAPE
+                )
+            )
+        if not states.dtype.is_floating_point:
+            want = f"pass {pages.dtype}"
+            raise ShapeError(expected(name, "a floating dtype", states.dtype, want))
+        check_same_device(name, states, pages)
 
 
 def _check_rows(

@@ -82,7 +82,7 @@ def launch_copy(
     align = math.gcd(elements, 16)
     if num_pairs * chunks == 0:
         return
-    with torch.cuda.device_of(source):
+    with torch.cuda.device_of(target if source.device.type == "cpu" else source):
         _copy_kernel[(num_pairs * chunks,)](
             source,
             target,

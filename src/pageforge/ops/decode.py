@@ -145,7 +145,7 @@ def _variant(
     merges_inside = variant[-1]
     new_key, new_value = new[:2] if new else ((0, 0, 0), (0, 0, 0))
     group = num_heads // num_kv_heads
-    tiling = tiling_for(key_dim, dtype, device)
+    tiling = tiling_for(max(key_dim, value_dim), dtype, device)
     key_pad, value_pad = (max(16, triton.next_power_of_2(dim)) for dim in (key_dim, value_dim))
     lanes = triton.next_power_of_2(group)
     merged_dims = min(value_pad, 64)

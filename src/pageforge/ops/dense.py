@@ -83,14 +83,12 @@ def write_and_attend_dense(
     size = key_pages.shape[2]
     last = np.array(lengths) - 1
     row = np.nonzero(last >= paddings)[0]
-    page = page_table.numpy()[row, last[row] // size].astype(np.int64)
+    page = page_table.cpu().numpy()[row, last[row] // size].astype(np.int64)
     row, page = row[page > 0], page[page > 0]
-    new_key, new_value = key, value
-    if len(row) < len(lengths):
-        new_key, new_value = key[torch.from_numpy(row)], value[torch.from_numpy(row)]
     where = torch.from_numpy(page), slice(None), torch.from_numpy(last[row] % size)
-    key_pages[where] = new_key.to(key_pages.dtype)
-    value_pages[where] = new_value.to(value_pages.dtype)
+    written = slice(None) if len(row) == len(lengths) else torch.from_numpy(row)
+    key_pages[where] = key[written].to(key_pages.dtype)
+    value_pages[where] = value[written].to(value_pages.dtype)
     bounds = range(len(lengths) + 1)
     return _attend(query, key_pages, value_pages, page_table, lengths, bounds, paddings, scores)
 

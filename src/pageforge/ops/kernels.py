@@ -14,7 +14,7 @@ except ImportError:  # macOS, say: the files must load all the same, for what th
 
 AVAILABLE = triton is not None
 
-LOG2E = tl.constexpr(math.log2(math.e)) if AVAILABLE else None
+LOG2E: Any = tl.constexpr(math.log2(math.e)) if AVAILABLE else None
 """Kernels take powers of two, which the hardware has, instead of powers of e."""
 
 TILE = 4096

@@ -106,24 +106,30 @@ def plan_decode(
 
 
 @functools.cache
-def tiling_for(key_dim: int, dtype: torch.dtype, device: torch.device) -> Tiling:
-    """Measured on an H200 for fp16 and bf16; elsewhere what every device can hold."""
+def tiling_for(dim: int, dtype: torch.dtype, device: torch.device) -> Tiling:
+    """Measured on an H200 for fp16 and bf16; elsewhere what every device can hold.
+
+    A plan is cut by the head dim of K. Where V's is wider the kernel asks again, and may get tiles
+    that are smaller, of which the plan's are multiples.
+    """
     if device.type != "cuda":
         return Tiling(16, 1, 1, per_processor=4)  # the interpreter: small, so that rows are cut
-    return tiling_of(key_dim, dtype.itemsize, torch.cuda.get_device_capability(device))
+    return tiling_of(dim, dtype.itemsize, torch.cuda.get_device_capability(device))
 
 
-def tiling_of(key_dim: int, element_size: int, capability: tuple[int, int]) -> Tiling:
+def tiling_of(dim: int, element_size: int, capability: tuple[int, int]) -> Tiling:
     """The tiling for a device of this compute capability."""
-    if element_size > 2 or key_dim > 128:
+    if element_size > 2 and dim > 128 and capability < (8, 0):
+        return Tiling(16, 4, 2, per_processor=1)
+    if element_size > 2 or dim > 128:
         return Tiling(32, 4, 2, per_processor=2)
     if capability < (8, 0):  # no asynchronous copies, 64 KiB of shared memory
         return Tiling(32, 2, 2, per_processor=2)
     if capability in ((8, 0), (9, 0), (10, 0), (10, 3)):  # 163 KiB and more
-        if key_dim <= 64:
+        if dim <= 64:
             return Tiling(128, 4, 3, per_processor=3)
         return Tiling(64, 4, 3, per_processor=3 if capability >= (9, 0) else 2)
-    return Tiling(64, 4, 3, per_processor=2 if key_dim <= 64 else 1)
+    return Tiling(64, 4, 3, per_processor=2 if dim <= 64 else 1)
 
 
 @functools.cache

@@ -12,7 +12,6 @@ the device, so that lengths change under a captured graph without a recapture or
 from __future__ import annotations
 
 import functools
-import math
 from typing import NamedTuple
 
 import torch

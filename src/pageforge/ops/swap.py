@@ -5,8 +5,9 @@ would leave the bus idle most of the time. So scattered pages go through a stagi
 device: a kernel packs them at memory speed, and one copy moves all of them. Pages in long runs, and
 large pages, are copied from where they lie.
 
-A kernel could also read and write pinned memory itself. It needs no buffer, but it holds
-multiprocessors for as long as the bus is busy, and a swap runs beside kernels that want them.
+A kernel can also read and write pinned memory itself. It needs no buffer, but it holds
+multiprocessors for as long as the bus is busy, and a swap runs beside kernels that want them: so
+only little is copied like that, for which packing first would take as long as the bus does.
 """
 
 from __future__ import annotations
@@ -23,6 +24,9 @@ from pageforge.ops.library import register
 
 STAGING_BYTES = 16 << 20
 """The staging buffer: some 300 us of a PCIe 5 bus, beside which a kernel launch is little."""
+
+DIRECT_BYTES = 4 << 20
+"""Up to this much a kernel copies over the bus: some 80 us."""
 
 LONG_RUN_BYTES = 2 << 20
 """From this mean length on, runs of pages are copied straight: longer on the bus than to launch."""
@@ -83,6 +87,9 @@ def launch_swap_out(pages: Tensor, page_ids: Tensor, host: Tensor) -> None:
             host[row : row + count].copy_(pages[page : page + count], non_blocking=True)
         return
     buffer, ids = staging
+    if host.nbytes <= DIRECT_BYTES:
+        launch_copy(pages, host, ids, None, len(ids))
+        return
     for row in range(0, len(ids), len(buffer)):
         part = ids[row : row + len(buffer)]
         launch_copy(pages, buffer, part, None, len(part))
@@ -98,6 +105,9 @@ def launch_swap_in(host: Tensor, pages: Tensor, page_ids: Tensor) -> None:
             pages[page : page + count].copy_(host[row : row + count], non_blocking=True)
         return
     buffer, ids = staging
+    if host.nbytes <= DIRECT_BYTES:
+        launch_copy(host, pages, None, ids, len(ids))
+        return
     for row in range(0, len(ids), len(buffer)):
         part = ids[row : row + len(buffer)]
         buffer[: len(part)].copy_(host[row : row + len(part)], non_blocking=True)
@@ -122,6 +132,8 @@ def _staging(pages: Tensor, page_ids: Tensor, num_runs: int) -> tuple[Tensor, Te
     if len(page_ids) * page_bytes >= num_runs * LONG_RUN_BYTES:
         return None
     rows = min(len(page_ids), max(1, STAGING_BYTES // page_bytes))
+    if len(page_ids) * page_bytes <= DIRECT_BYTES:
+        rows = 0
     try:
         return pages.new_empty(rows, pages.shape[1]), ids_on_device(page_ids, pages.device)
     except RuntimeError:  # no memory: a swap is there to make room. Runs can do without any
