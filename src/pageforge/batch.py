@@ -267,4 +267,4 @@ class _PageTableMirror:
         self.host = host
         with torch.inference_mode(False):  # else it could only be written to in that mode
             # On the CPU this shares the host's memory, and needs no further copies.
-            self.device_table = torch.from_numpy(host).to(self.device)
+            self.device_table = to_device(host, self.device)

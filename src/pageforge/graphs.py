@@ -35,16 +35,20 @@ class StepInputs:
     There are `rows` rows; those beyond the batch have no tokens, write nothing and give 0.
     """
 
-    def __init__(self, pool: PagePool, rows: int, max_tokens: int, positions: Sequence[int]):
-        """`positions`: the shape of `position_ids`, its batch dim aside: () or (3,), say."""
+    def __init__(self, pool: PagePool, rows: int, max_tokens: int, positions: Sequence[int] | None):
+        """`positions`: what `position_ids` has before its dims of rows and tokens, () or (3,), say.
+
+        With None a row's position is the number of tokens before, and the step counts it itself.
+        """
         self.pool = pool
         self.device = torch.device(pool.geometry.groups[0].shape.device)
         self.rows = rows
+        self.counts_positions = positions is None
         self.max_tokens = max_tokens
         width = pages_for(max_tokens, pool.geometry.page_size)
         with torch.inference_mode(False):  # else they could only be written to in that mode
             self.tokens = torch.zeros(rows, 1, dtype=torch.int64, device=self.device)
-            self.positions = self.tokens.new_zeros(*positions, rows, 1)
+            self.positions = self.tokens.new_zeros(*(positions or ()), rows, 1)
             self.seq_lens = torch.zeros(rows, dtype=torch.int32, device=self.device)
             self.starts = torch.zeros_like(self.seq_lens)
             self._more = torch.zeros_like(self.seq_lens)  # tokens that a step adds to each row
@@ -81,6 +85,8 @@ class StepInputs:
             self.starts[:rows] = torch.tensor(starts, dtype=torch.int32)
         self.tokens.zero_()
         self.positions.zero_()
+        if self.counts_positions:
+            self.positions[:rows] = length - 1
         for table in self.page_tables:
             table.zero_()
         self.follow(batch)
@@ -95,6 +101,8 @@ class StepInputs:
         """The captured step begins: every row has one token more."""
         self._plans.clear()
         self.seq_lens += self._more
+        if self.counts_positions:
+            self.positions += self._more[:, None]
 
     def plan(self, group: int, window: int | None) -> DecodePlan | None:
         """How the step is cut into pieces: once for all layers of a group with this window."""

@@ -41,9 +41,12 @@ class ModelState:
         self._model = model
         self._modules = modules
         self._types = list(map(type, modules))
-        self._parents = [module._modules for module in modules]
+        holders = [h for module in modules for h in (module._parameters, module._buffers)]
+        parents = [module._modules for module in modules]
+        self._empty = [dictionary for dictionary in holders + parents if not dictionary]
+        self._parents = list(filter(None, parents))
         self._children = _values(self._parents)
-        self._holders = [h for module in modules for h in (module._parameters, module._buffers)]
+        self._holders = list(filter(None, holders))
         self._tensors = _values(self._holders)
         self._present = [tensor for tensor in self._tensors if tensor is not None]
         self._addresses = list(map(Tensor.data_ptr, self._present))
@@ -74,6 +77,8 @@ class ModelState:
             if reason is not None:
                 return reason
             self._last_hook = RemovableHandle.next_id
+        if any(self._empty):
+            return "modules, parameters or buffers were added"
         if list(map(type, self._modules)) != self._types or not _same(
             _values(self._parents), self._children
         ):

@@ -365,8 +365,9 @@ def test_compiled_layers_write_to_the_callers_pages() -> None:
     query = torch.randn(rows, heads[0], dim, **like)
     key, value = (torch.randn(rows, heads[1], dim, **like) for _ in range(2))
 
+    plan = ops.plan_decode(seq_lens, table, views[0][0])  # once a step, before what is compiled
+
     def step(query, key, value, views, table, seq_lens):
-        plan = ops.plan_decode(seq_lens, table, views[0][0])
         for key_pages, value_pages in views:
             query = ops.write_and_attend(
                 *(query * 1.5, key, value + 1, key_pages, value_pages, table, seq_lens),

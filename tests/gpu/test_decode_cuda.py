@@ -285,7 +285,8 @@ edges = [edge // page_bytes for edge in (2**31, 2**32, 2**33)]  # 2**32 elements
 ids = [edge + move for edge in edges for move in (-3, -2, -1, 0, 1, 2)][: len(near) - 1]
 assert ids[-1] * page_bytes > 2**33
 memory = VirtualMemoryStore((ids[-1] + 2) * page_bytes, device)
-for page in ids:  # page 0 has no memory either
+memory.map(0, page_bytes)  # a pool's page 0 always has memory, and launches ask for its address
+for page in ids:
     memory.map(page * page_bytes, (page + 1) * page_bytes)
 far = memory.tensor(torch.float16).view(-1, page_bytes // 2)
 new = torch.tensor([0, *ids], device="cuda")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -127,7 +128,7 @@ def test_every_token_is_in_one_piece(step: dict[str, Any]) -> None:
         if step["window"] is not None:
             low = max(low, length - step["window"])
         assert (mine[0].begin, mine[-1].end) == (low, length)
-        for one, other in zip(mine, mine[1:], strict=False):
+        for one, other in itertools.pairwise(mine):
             assert one.end == other.begin
         sizes = [ceil_div(piece.end - piece.begin, tile) for piece in mine]
         assert all((piece.end - piece.begin) % tile == 0 for piece in mine[:-1])

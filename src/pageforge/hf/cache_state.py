@@ -148,9 +148,8 @@ class CacheState:
         self.write_pending()
         assert self.batch is not None
         length = max(self.lengths.values())
-        for layer in self.lengths:
-            if self.batch.length != length + 1:
-                self._grow(layer, length + 1)
+        if self.batch.length != length + 1:
+            self._grow(next(iter(self.lengths)), length + 1)
         return length
 
     def finish_step(self) -> None:

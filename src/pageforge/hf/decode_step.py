@@ -58,7 +58,7 @@ class DecodeStep:
         *,
         compile: bool,
     ):
-        dims = () if call.positions is None else tuple(call.positions.shape[:-2])
+        dims = None if call.positions is None else tuple(call.positions.shape[:-2])
         self.is_trusted = False
         self._inputs = StepInputs(call.cache.pool, bucket(len(call.tokens)), max_tokens, dims)
         self._batch: Callable[[], SequenceBatch | None] = lambda: None
@@ -126,11 +126,8 @@ class DecodeStep:
             self.follow(batch)
         count = len(call.tokens)
         self._inputs.tokens[:count].copy_(call.tokens)
-        positions = self._inputs.positions[..., :count, :]
-        if call.positions is None:
-            positions.fill_(length)
-        else:
-            positions.copy_(call.positions)
+        if call.positions is not None:
+            self._inputs.positions[..., :count, :].copy_(call.positions)
         is_right = self._compare(call.mask, count, length + 1)
         self._captured.replay()
         self._length = length + 1

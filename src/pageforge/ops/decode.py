@@ -23,7 +23,7 @@ if kernels.AVAILABLE:
     from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 
-MERGED_BYTES = 12 << 10
+MERGED_BYTES = 10 << 10
 """What a program can merge in about the time that a second kernel takes."""
 
 MERGED_AT_ONCE = 2048

@@ -7,13 +7,15 @@ processor's cache has it, and the system is not asked for fresh memory in every 
 
 from __future__ import annotations
 
+import functools
 import math
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from itertools import pairwise
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
@@ -21,8 +23,8 @@ from torch.nn.functional import scaled_dot_product_attention
 from pageforge.geometry import ceil_div, pages_for
 from pageforge.ops.reference import gather_kv
 
-GATHERED_BYTES = 4 << 20
-"""K and V that are gathered at a time, unless a single row has more (1 to 8 MiB were tried)."""
+GATHERED_BYTES = 8 << 20
+"""K and V that are gathered at a time, unless a single row has more (0.5 to 8 MiB were tried)."""
 
 
 class Scores(NamedTuple):
@@ -54,7 +56,8 @@ def attend_dense(
     scores = Scores(scale, window, softcap, sinks, alibi_slopes)
     lengths, bounds = seq_lens.tolist(), cu_query_lens.tolist()
     paddings = [0] * len(lengths) if starts is None else starts.tolist()
-    return _attend(query, key_pages, value_pages, page_table, lengths, bounds, paddings, scores)
+    table = page_table.cpu().numpy()
+    return _attend(query, key_pages, value_pages, table, lengths, bounds, paddings, scores)
 
 
 def write_and_attend_dense(
@@ -80,52 +83,58 @@ def write_and_attend_dense(
     scores = Scores(scale, window, softcap, sinks, alibi_slopes)
     lengths = seq_lens.tolist()
     paddings = [0] * len(lengths) if starts is None else starts.tolist()
-    size = key_pages.shape[2]
-    last = np.array(lengths) - 1
-    row = np.nonzero(last >= paddings)[0]
-    page = page_table.cpu().numpy()[row, last[row] // size].astype(np.int64)
-    row, page = row[page > 0], page[page > 0]
-    where = torch.from_numpy(page), slice(None), torch.from_numpy(last[row] % size)
-    written = slice(None) if len(row) == len(lengths) else torch.from_numpy(row)
-    key_pages[where] = key[written].to(key_pages.dtype)
-    value_pages[where] = value[written].to(value_pages.dtype)
+    size, table = key_pages.shape[2], page_table.cpu().numpy()
+    places = []  # (row, page, place in the page) of each new token
+    for row, (length, padding) in enumerate(zip(lengths, paddings, strict=True)):
+        page = table.item(row, (length - 1) // size) if length > padding else 0
+        if page:
+            places.append((row, page, (length - 1) % size))
+    if places:
+        rows, pages, offsets = torch.tensor(places, device=key.device).unbind(1)
+        if len(places) < len(lengths):
+            key, value = key[rows], value[rows]
+        key_pages[pages, :, offsets] = key.to(key_pages.dtype)
+        value_pages[pages, :, offsets] = value.to(value_pages.dtype)
     bounds = range(len(lengths) + 1)
-    return _attend(query, key_pages, value_pages, page_table, lengths, bounds, paddings, scores)
+    return _attend(query, key_pages, value_pages, table, lengths, bounds, paddings, scores)
 
 
 def _attend(
     query: Tensor,
     key_pages: Tensor,
     value_pages: Tensor,
-    page_table: Tensor,
+    table: npt.NDArray[np.int32],
     lengths: Sequence[int],
     bounds: Sequence[int],
     paddings: Sequence[int],
     scores: Scores,
 ) -> Tensor:
     counts = [stop - start for start, stop in pairwise(bounds)]
-    token_bytes = key_pages.shape[1] * (key_pages.shape[3] + value_pages.shape[3])
-    token_bytes *= key_pages.element_size()
-    gather = _gatherer(key_pages, value_pages)
-    out = query.new_zeros(query.shape[0], query.shape[1], value_pages.shape[3])
-    for rows in _alike(lengths, counts, token_bytes):
+    pages = _Pages(key_pages, value_pages)
+    out: Tensor | None = None
+    for rows in _alike(lengths, counts, pages.token_bytes):
         length, count = lengths[rows.start], counts[rows.start]
         oldest = 0 if scores.window is None else max(0, length - count - scores.window + 1)
         # The first token that each row sees.
         firsts = [min(length, max(padding, oldest)) for padding in paddings[rows]]
         if not count or min(firsts) == length:
             continue
-        page, size = min(firsts) // key_pages.shape[2], key_pages.shape[2]
-        key, value = gather(page_table[rows, page : pages_for(length, size)])
-        seen = slice(min(firsts) - page * size, length - page * size)
-        key, value = key[:, :, seen], value[:, :, seen]
-        for index, first in enumerate(firsts):
-            unseen = first - min(firsts)
-            if unseen:  # what lies there, NaN perhaps, must not reach a product
-                key[index, :, :unseen] = 0
-                value[index, :, :unseen] = 0
         queries = slice(bounds[rows.start], bounds[rows.stop])
-        out[queries] = _attend_alike(query[queries], key, value, length, firsts, scores)
+        key, value = pages.gather(table[rows], min(firsts), length)
+        answer = _attend_alike(query[queries], key, value, length, firsts, scores)
+        if len(set(firsts)) > 1 and bool(answer.isnan().any()):
+            # What lies before a row's first token weighs nothing, but zero times NaN is NaN.
+            for row, first in enumerate(firsts):
+                key[row, :, : first - min(firsts)] = 0
+                value[row, :, : first - min(firsts)] = 0
+            answer = _attend_alike(query[queries], key, value, length, firsts, scores)
+        if len(answer) == len(query):
+            return answer
+        if out is None:
+            out = query.new_zeros(query.shape[0], query.shape[1], value_pages.shape[3])
+        out[queries] = answer
+    if out is None:
+        return query.new_zeros(query.shape[0], query.shape[1], value_pages.shape[3])
     return out
 
 
@@ -144,49 +153,76 @@ def _alike(lengths: Sequence[int], counts: Sequence[int], token_bytes: int) -> I
         start = stop
 
 
-def _gatherer(key_pages: Tensor, value_pages: Tensor) -> Callable[[Tensor], tuple[Tensor, Tensor]]:
-    """A function from a page table to K and V, valid until the next call: see `gather_kv`."""
-    num_pages, num_heads, page_size, dim = key_pages.shape
-    width = page_size * dim
-    apart = value_pages.storage_offset() - key_pages.storage_offset()
-    if (
-        key_pages.untyped_storage().data_ptr() != value_pages.untyped_storage().data_ptr()
-        or key_pages.shape != value_pages.shape
-        or key_pages.stride() != value_pages.stride()
-        or apart < 0
-        or apart % width
-        or key_pages.stride(0) % width
-    ):
-        return lambda page_table: gather_kv(key_pages, value_pages, page_table)
-    # As they lie in a pool: rows of one matrix, each a page's K of one head, or its V.
-    apart, per_page = apart // width, key_pages.stride(0) // width
-    rows = key_pages.as_strided(((num_pages - 1) * per_page + apart + num_heads, width), (width, 1))
-    head = torch.arange(num_heads)[:, None]
-    inside = torch.stack([head, head + apart])  # [K or V, Hkv, 1]
+class _Pages:
+    """One layer's K and V pages. As they lie in a pool, both are rows of one matrix.
 
-    def gather(page_table: Tensor) -> tuple[Tensor, Tensor]:
-        index = (page_table.long().mul_(per_page)[:, None, None] + inside).flatten()
-        both = _scratch(len(index), width, rows.dtype)
-        torch.index_select(rows, 0, index, out=both)
-        both = both.view(page_table.shape[0], 2, num_heads, -1, dim)
-        return both[:, 0], both[:, 1]
+    Each of these is a page's K of one head, or its V: one copy gathers both. (NumPy makes the index;
+    torch needs several times as long for sums so small.)
+    """
 
-    return gather
+    def __init__(self, key_pages: Tensor, value_pages: Tensor):
+        self.key_pages, self.value_pages = key_pages, value_pages
+        num_pages, self.num_heads, self.page_size, self.dim = key_pages.shape
+        dims = self.dim + value_pages.shape[3]
+        self.token_bytes = self.num_heads * dims * key_pages.element_size()
+        width = self.page_size * self.dim
+        apart = value_pages.storage_offset() - key_pages.storage_offset()
+        self.rows: Tensor | None = None
+        if (
+            key_pages.untyped_storage().data_ptr() == value_pages.untyped_storage().data_ptr()
+            and key_pages.shape == value_pages.shape
+            and key_pages.stride() == value_pages.stride()
+            and apart > 0
+            and apart % width == key_pages.stride(0) % width == 0
+        ):
+            apart, self.per_page = apart // width, key_pages.stride(0) // width
+            num_rows = (num_pages - 1) * self.per_page + apart + self.num_heads
+            self.rows = key_pages.as_strided((num_rows, width), (width, 1))
+            self.inside = _inside(apart, self.num_heads)
+
+    def gather(self, table: npt.NDArray[np.int32], low: int, length: int) -> tuple[Tensor, Tensor]:
+        """K and V `[B, Hkv, length - low, D]` of rows with pages `[B, M]`; for a moment only."""
+        size = self.page_size
+        first, stop = low // size, pages_for(length, size)
+        table = table[:, first:stop].astype(np.int64)
+        skipped, num_tokens = low - first * size, length - low
+        if self.rows is None:
+            page_table = torch.from_numpy(table).to(self.key_pages.device)
+            key, value = gather_kv(self.key_pages, self.value_pages, page_table)
+            return key[:, :, skipped : skipped + num_tokens], value[
+                :, :, skipped : skipped + num_tokens
+            ]
+        index = torch.from_numpy((self.inside + table[:, None, None] * self.per_page).ravel())
+        width = self.rows.shape[1]
+        both = _scratch(len(index), width, self.rows)
+        torch.index_select(self.rows, 0, index.to(self.rows.device), out=both)
+        head, heads = (stop - first) * width, self.num_heads
+        shape = (len(table), heads, num_tokens, self.dim)
+        strides = (2 * heads * head, head, self.dim, 1)
+        key = both.as_strided(shape, strides, skipped * self.dim)
+        value = both.as_strided(shape, strides, skipped * self.dim + heads * head)
+        return key, value
+
+
+@functools.lru_cache(64)
+def _inside(apart: int, num_heads: int) -> npt.NDArray[np.int64]:
+    """`[K or V, Hkv, 1]`: rows from a page's first to K and V of each head, `apart` rows apart."""
+    return np.add.outer((0, apart), np.arange(num_heads))[:, :, None]
 
 
 _kept = threading.local()
 
 
-def _scratch(num_rows: int, width: int, dtype: torch.dtype) -> Tensor:
-    """`[num_rows, width]` of this thread's memory, GATHERED_BYTES at most, or of fresh memory."""
-    num_bytes = num_rows * width * dtype.itemsize
-    if num_bytes > GATHERED_BYTES:
-        return torch.empty(num_rows, width, dtype=dtype)
-    if not hasattr(_kept, "memory"):
+def _scratch(num_rows: int, width: int, like: Tensor) -> Tensor:
+    """`[num_rows, width]` of memory that this thread keeps, or if that is much, of fresh memory."""
+    most = GATHERED_BYTES // like.element_size()
+    if num_rows * width > most or like.device.type != "cpu":
+        return torch.empty(num_rows, width, dtype=like.dtype, device=like.device)
+    memory: dict[Any, Tensor] = _kept.__dict__
+    if like.dtype not in memory:
         with torch.inference_mode(False):  # else it could only be written to in that mode
-            _kept.memory = torch.empty(GATHERED_BYTES, dtype=torch.uint8)
-    memory: Tensor = _kept.memory
-    return memory[:num_bytes].view(dtype).view(num_rows, width)
+            memory[like.dtype] = torch.empty(most, dtype=like.dtype)
+    return memory[like.dtype].as_strided((num_rows, width), (width, 1))
 
 
 def _attend_alike(
@@ -198,38 +234,71 @@ def _attend_alike(
     scores: Scores,
 ) -> Tensor:  # [B * Tq, Hq, Dv]
     """Attention of the last `Tq` of `length` tokens in each row; it sees those from `firsts` on."""
-    scale, window, softcap, sinks, alibi_slopes = scores
     rows, num_kv_heads = key.shape[:2]
-    count, group, low = len(query) // rows, query.shape[1] // num_kv_heads, min(firsts)
-    grouped = query.view(rows, count, num_kv_heads, group, -1).permute(0, 2, 3, 1, 4)
-    grouped = grouped.reshape(rows, num_kv_heads, group * count, -1)
-    token = torch.arange(low, length)
-    position = torch.arange(length - count, length)[:, None]
-    mask = None  # [B or 1, 1, Tq, tokens]
-    if count > 1 or low < max(firsts):
-        mask = (token <= position) & (token >= torch.tensor(firsts)[:, None, None, None])
-        if window is not None:
-            mask = mask & (token > position - window)
-    if softcap is None and sinks is None and alibi_slopes is None:
-        spread = mask if mask is None or count == 1 else mask.repeat(1, 1, group, 1)
-        out = scaled_dot_product_attention(grouped, key, value, attn_mask=spread, scale=scale)
-        if max(firsts) > length - count:  # some queries see nothing
-            assert spread is not None
-            out = out.masked_fill(~spread.any(-1, keepdim=True), 0)
-        out = out.view(rows, num_kv_heads, group, count, -1)
+    num_tokens, num_heads, dim = query.shape
+    count, group = num_tokens // rows, num_heads // num_kv_heads
+    if count == 1:
+        grouped = query.reshape(rows, num_kv_heads, group, dim)
     else:
-        score = torch.matmul(grouped.float(), key.float().transpose(-1, -2)) * scale
-        score = score.view(rows, num_kv_heads, group, count, -1)
-        if softcap is not None:
-            score = softcap * torch.tanh(score / softcap)
-        if alibi_slopes is not None:
-            slopes = alibi_slopes.float().view(num_kv_heads, group, 1, 1)
-            score = score + slopes * (token - position)
-        if mask is not None:
-            score = score.masked_fill(~mask[:, None], -math.inf)
-        total = score.logsumexp(-1, keepdim=True)
-        if sinks is not None:
-            total = torch.logaddexp(total, sinks.float().view(num_kv_heads, group, 1, 1))
-        weight = (score - total.nan_to_num(neginf=0)).exp().to(value.dtype).flatten(2, 3)
-        out = torch.matmul(weight, value).view(rows, num_kv_heads, group, count, -1)
-    return out.permute(0, 3, 1, 2, 4).reshape(rows * count, num_kv_heads * group, -1)
+        grouped = query.view(rows, count, num_kv_heads, group, dim).permute(0, 2, 3, 1, 4)
+        grouped = grouped.reshape(rows, num_kv_heads, group * count, dim)
+    mask = _mask(length, count, firsts, scores.window)
+    if mask is not None:
+        mask = mask.to(query.device)
+    if scores.softcap is None and scores.sinks is None and scores.alibi_slopes is None:
+        spread = mask if mask is None or count == 1 else mask.repeat(1, 1, group, 1)
+        out = scaled_dot_product_attention(
+            grouped, key, value, attn_mask=spread, scale=scores.scale
+        )
+        if spread is not None and max(firsts) > length - count:  # some queries see nothing
+            out = out.masked_fill(~spread.any(-1, keepdim=True), 0)
+    else:
+        out = _explicit(grouped, key, value, mask, length, min(firsts), scores)
+    if count == 1:
+        return out.reshape(rows, num_heads, -1)
+    out = out.view(rows, num_kv_heads, group, count, -1).permute(0, 3, 1, 2, 4)
+    return out.reshape(num_tokens, num_heads, -1)
+
+
+def _mask(
+    length: int, count: int, firsts: Sequence[int], window: int | None
+) -> Tensor | None:  # [B, 1, Tq, tokens]
+    """Which tokens from `min(firsts)` on the last `count` queries see; None where all see all."""
+    if count == 1 and min(firsts) == max(firsts):
+        return None
+    token = np.arange(min(firsts), length)
+    position = np.arange(length - count, length)[:, None]
+    mask = (token <= position) & (token >= np.array(firsts)[:, None, None])
+    if window is not None:
+        mask &= token > position - window
+    return torch.from_numpy(mask[:, None])
+
+
+def _explicit(
+    query: Tensor,  # [B, Hkv, G * Tq, Dk]
+    key: Tensor,  # [B, Hkv, tokens, Dk]
+    value: Tensor,  # [B, Hkv, tokens, Dv]
+    mask: Tensor | None,  # [B, 1, Tq, tokens]
+    length: int,
+    low: int,
+    scores: Scores,
+) -> Tensor:  # [B, Hkv, G * Tq, Dv]
+    """Step by step, with what torch's own attention does not have."""
+    rows, num_kv_heads, num_queries, _ = query.shape
+    count = 1 if mask is None else mask.shape[2]
+    by_head = (num_kv_heads, num_queries // count, 1, 1)
+    score = torch.matmul(query.float(), key.float().transpose(-1, -2)) * scores.scale
+    score = score.view(rows, num_kv_heads, -1, count, key.shape[2])
+    if scores.softcap is not None:
+        score = scores.softcap * torch.tanh(score / scores.softcap)
+    if scores.alibi_slopes is not None:
+        token = torch.arange(low, length, device=query.device)
+        position = torch.arange(length - count, length, device=query.device)[:, None]
+        score = score + scores.alibi_slopes.float().view(by_head) * (token - position)
+    if mask is not None:
+        score = score.masked_fill(~mask[:, None], -math.inf)
+    total = score.logsumexp(-1, keepdim=True)
+    if scores.sinks is not None:
+        total = torch.logaddexp(total, scores.sinks.float().view(by_head))
+    weight = (score - total.nan_to_num(neginf=0)).exp().to(value.dtype).flatten(2, 3)
+    return torch.matmul(weight, value)

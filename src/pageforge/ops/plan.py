@@ -17,6 +17,7 @@ from torch import Tensor
 
 from pageforge.geometry import ceil_div
 from pageforge.ops.kernels import jit, tl, triton
+from pageforge.ops.launch import Launcher
 
 HEADER = 1
 """A plan's table begins with the number of pieces."""
@@ -82,8 +83,13 @@ def plan_decode(
         max_pieces = num_rows * most if num_rows * most <= slots else num_rows + slots
     size = HEADER + num_rows + 1 + num_rows * num_kv_heads + PIECE * max_pieces
     table = torch.empty(size, dtype=torch.int32, device=device)
-    with torch.cuda.device_of(seq_lens):
-        _plan_kernel[(1,)](
+    rows = triton.next_power_of_2(max(1, num_rows))
+    variant = tiling.tokens, rows, num_kv_heads, batch_invariant, starts is None
+    _launch_plan(
+        (*variant, cu_query_lens is None),
+        device,
+        (1, 1, 1),
+        (
             seq_lens,
             starts,
             cu_query_lens,
@@ -92,16 +98,19 @@ def plan_decode(
             slots,
             max_seq_len,
             0 if window is None else window,
-            TILE=tiling.tokens,
-            ROWS=triton.next_power_of_2(max(1, num_rows)),
-            KV_HEADS=num_kv_heads,
-            INVARIANT=batch_invariant,
-            MOST=INVARIANT_PIECES,
-            FEWEST=INVARIANT_TILES,
-            HEAD=HEADER,
-            FIELDS=PIECE,
-            num_warps=4,
-        )
+        ),
+        {
+            "TILE": tiling.tokens,
+            "ROWS": rows,
+            "KV_HEADS": num_kv_heads,
+            "INVARIANT": batch_invariant,
+            "MOST": INVARIANT_PIECES,
+            "FEWEST": INVARIANT_TILES,
+            "HEAD": HEADER,
+            "FIELDS": PIECE,
+        },
+        {"num_warps": 4},
+    )
     return DecodePlan(table, max_pieces)
 
 
@@ -128,7 +137,9 @@ def tiling_of(dim: int, element_size: int, capability: tuple[int, int]) -> Tilin
     if capability in ((8, 0), (9, 0), (10, 0), (10, 3)):  # 163 KiB and more
         if dim <= 64:
             return Tiling(128, 4, 3, per_processor=3)
-        return Tiling(64, 4, 3, per_processor=3 if capability >= (9, 0) else 2)
+        if capability >= (9, 0):
+            return Tiling(64, 4, 4, per_processor=2)
+        return Tiling(64, 4, 3, per_processor=2)
     return Tiling(64, 4, 3, per_processor=2 if dim <= 64 else 1)
 
 
@@ -140,7 +151,10 @@ def num_processors(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count
 
 
-@jit(do_not_specialize=["num_rows", "slots", "max_seq_len", "window"])
+@jit(
+    do_not_specialize=["num_rows", "slots", "max_seq_len", "window"],
+    do_not_specialize_on_alignment=["lens_ptr", "starts_ptr", "queries_ptr"],
+)
 def _plan_kernel(
     lens_ptr,  # [S] int32
     starts_ptr,  # [S] int32, or None
@@ -221,3 +235,6 @@ def _plan_kernel(
 def _count(tiles, size, planned):
     """Pieces of `size` tiles that all rows are cut into."""
     return tl.sum(tl.where(planned, tl.maximum(tl.cdiv(tiles, size), 1), 0), 0)
+
+
+_launch_plan = Launcher(_plan_kernel)
