@@ -156,8 +156,8 @@ def _alike(lengths: Sequence[int], counts: Sequence[int], token_bytes: int) -> I
 class _Pages:
     """One layer's K and V pages. As they lie in a pool, both are rows of one matrix.
 
-    Each of these is a page's K of one head, or its V: one copy gathers both. (NumPy makes the index;
-    torch needs several times as long for sums so small.)
+    Each of these is a page's K of one head, or its V: one copy gathers both. NumPy makes the index,
+    for torch needs several times as long for sums so small.
     """
 
     def __init__(self, key_pages: Tensor, value_pages: Tensor):
