@@ -41,8 +41,10 @@ class ModelState:
         self._model = model
         self._modules = modules
         self._types = list(map(type, modules))
-        holders = [h for module in modules for h in (module._parameters, module._buffers)]
-        parents = [module._modules for module in modules]
+        holders: list[dict[str, Any]] = [
+            held for module in modules for held in (module._parameters, module._buffers)
+        ]
+        parents: list[dict[str, Any]] = [module._modules for module in modules]
         self._empty = [dictionary for dictionary in holders + parents if not dictionary]
         self._parents = list(filter(None, parents))
         self._children = _values(self._parents)
@@ -54,6 +56,10 @@ class ModelState:
         self._settings = list(map(vars, modules[1:])) + _configs(modules)
         self._counts = list(map(len, self._settings))
         names = [_plain_names(settings) for settings in self._settings]
+        self._before = [
+            {name: settings[name] for name in found}
+            for found, settings in zip(names, self._settings, strict=True)
+        ]
         self._getters = [
             (itemgetter(*found), settings)
             for found, settings in zip(names, self._settings, strict=True)
@@ -62,10 +68,10 @@ class ModelState:
         self._values = [getter(settings) for getter, settings in self._getters]
         # A container may change without being replaced: adapters keep in one which is active.
         self._containers = [
-            settings[name]
-            for found, settings in zip(names, self._settings, strict=True)
-            for name in found
-            if isinstance(settings[name], CONTAINERS)
+            value
+            for before in self._before
+            for value in before.values()
+            if isinstance(value, CONTAINERS)
         ]
         self._contents = [copy.deepcopy(container) for container in self._containers]
         self._last_hook = RemovableHandle.next_id
@@ -91,18 +97,19 @@ class ModelState:
             return "settings were added or removed"
         try:
             values = [getter(settings) for getter, settings in self._getters]
-        except KeyError as error:
-            return f"the setting {error} was removed"
-        if values != self._values or self._containers != self._contents:
+            same = values == self._values and self._containers == self._contents
+        except (KeyError, RuntimeError, ValueError):  # gone, or an array by now
+            same = False
+        if not same:
             return "settings changed: " + self._changed_settings()
         return None
 
     def _changed_settings(self) -> str:
         names = {
             name
-            for (_, settings), values in zip(self._getters, self._values, strict=True)
-            for name, value in zip(_plain_names(settings), _listed(values), strict=False)
-            if settings[name] != value
+            for before, settings in zip(self._before, self._settings, strict=True)
+            for name, value in before.items()
+            if settings.get(name) is not value
         }
         return ", ".join(sorted(names)) or "inside a list or a dictionary"
 
@@ -150,7 +157,3 @@ def _is_plain(value: object) -> bool:
     return isinstance(value, PLAIN) or (
         isinstance(value, CONTAINERS) and all(map(_is_plain, value))
     )
-
-
-def _listed(values: Any) -> Any:
-    return values if isinstance(values, tuple) else (values,)

@@ -158,6 +158,7 @@ JOBS = [
     Job("decode_step", 75, FP16, (64, 64), (("everything", True), ("heads", (24, 1)))),
     Job("prefill", 90, FP16, (128, 128), (("everything", True),)),
     Job("decode_step", 90, BF16, (128, 128), (("stages", 2),)),
+    Job("decode_step", 90, BF16, (128, 128), (("stages", 3),)),
     Job("decode_step", 90, BF16, (128, 128), (("stages", 4),)),
 ]
 
@@ -315,8 +316,8 @@ def test_tiles_are_loaded_ahead(arch: int, compiled: Callable[[Job], list[Kernel
 
 def test_more_stages_are_more_buffers(compiled: Callable[[Job], list[Kernel]]) -> None:
     shared = []
-    for options in ((("stages", 2),), (), (("stages", 4),)):
-        job = Job("decode_step", 90, BF16, (128, 128), options)
+    for stages in (2, 3, 4):
+        job = Job("decode_step", 90, BF16, (128, 128), (("stages", stages),))
         shared.append(next(k.shared for k in compiled(job) if k.name == "_decode_kernel"))
     tile_bytes = 64 * (128 + 128) * 2
     assert [shared[1] - shared[0], shared[2] - shared[1]] == [tile_bytes, tile_bytes]

@@ -11,7 +11,7 @@ from pageforge.errors import ShapeError, expected
 from pageforge.ops import kernels, plan, reference
 from pageforge.ops.checks import check_layer, check_same_device, shape
 from pageforge.ops.decode import attend_decode
-from pageforge.ops.dense import attend_dense
+from pageforge.ops.dense import attend_dense, write_and_attend_dense
 from pageforge.ops.library import register
 from pageforge.ops.plan import DecodePlan
 from pageforge.ops.prefill import attend_prefill
@@ -437,17 +437,8 @@ def _write_and_attend_cpu(
     max_pieces: int,
     *options: Any,
 ) -> Tensor:
-    meaning = Options(*options)
-    num_rows, page_size = len(seq_lens), key_pages.shape[2]
-    rows = (seq_lens > (0 if meaning.starts is None else meaning.starts)).nonzero().flatten()
-    last = seq_lens[rows].long() - 1
-    page = page_table[rows, last // page_size].long()
-    slots = (page * page_size + last % page_size).where(page > 0, -1)
-    reference.write_kv(key[rows], value[rows], key_pages, value_pages, slots)
-    one_each = torch.arange(num_rows + 1, dtype=torch.int32)
-    return attend_dense(
-        query, key_pages, value_pages, page_table, seq_lens, one_each, **meaning._asdict()
-    )
+    args = query, key, value, key_pages, value_pages, page_table, seq_lens
+    return write_and_attend_dense(*args, **Options(*options)._asdict())
 
 
 def _write_and_attend_cuda(

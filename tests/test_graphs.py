@@ -1,0 +1,85 @@
+"""What a captured decode step reads, without a capture."""
+
+from __future__ import annotations
+
+import torch
+
+from pageforge import KVGeometry, PagePool
+from pageforge.batch import SequenceBatch
+from pageforge.graphs import StepInputs, bucket
+
+
+def make(rows: int, length: int, starts: list[int] | None = None) -> SequenceBatch:
+    geometry = KVGeometry.uniform(2, 2, 16, dtype="float32", page_size=8)
+    batch = SequenceBatch(PagePool(geometry, max_pages=64), starts or [0] * rows)
+    batch.append(length)
+    return batch
+
+
+def test_a_bucket_is_at_most_a_quarter_larger() -> None:
+    sizes = [bucket(rows) for rows in range(1, 2000)]
+    assert all(rows <= size <= rows * 1.25 for rows, size in enumerate(sizes, 1))
+    assert sizes == sorted(sizes)
+    assert [bucket(rows) for rows in (1, 2, 3, 4, 5, 7, 8, 9, 32, 33)] == [
+        *(1, 2, 3, 4, 5, 7, 8, 10, 32, 40)
+    ]
+    assert len(set(sizes)) < 45
+    assert all(bucket(size) == size for size in sizes)
+
+
+def test_load_and_begin() -> None:
+    batch = make(3, 9)
+    inputs = StepInputs(batch.pool, 4, 64, None)
+    inputs.load(batch, 8, (0, 2, 0))
+    assert inputs.seq_lens.tolist() == [8, 8, 8, 0]
+    assert inputs.starts.tolist() == [0, 2, 0, 0]
+    inputs.begin()
+    assert inputs.seq_lens.tolist() == [9, 9, 9, 0]  # a row beyond the batch stays without tokens
+    assert inputs.positions.flatten().tolist() == [8, 8, 8, 0]
+    want, _ = batch.page_table(0, 0, 9)
+    assert torch.equal(inputs.page_tables[0][:3, :2], want)
+    assert not inputs.page_tables[0][3].any()
+    assert not inputs.page_tables[0][:, 2:].any()
+
+
+def test_nothing_of_a_longer_batch_stays_behind() -> None:
+    long, short = make(4, 60), make(2, 5)
+    inputs = StepInputs(long.pool, 4, 64, ())
+    inputs.load(long, 59, (1, 2, 3, 4))
+    inputs.tokens.fill_(7)
+    inputs.positions.fill_(7)
+    inputs.load(short, 4, None)
+    inputs.begin()
+    assert inputs.seq_lens.tolist() == [5, 5, 0, 0]
+    assert not inputs.starts.any()
+    assert not inputs.tokens.any()
+    assert not inputs.positions.any()  # given by the caller
+    assert not inputs.page_tables[0][2:].any()
+    assert not inputs.page_tables[0][:, 1:].any()
+
+
+def test_pages_are_followed() -> None:
+    batch = make(2, 8)
+    inputs = StepInputs(batch.pool, 2, 64, None)
+    inputs.load(batch, 8, None)
+    changes = batch.num_changes
+    batch.append(1)
+    assert batch.num_changes > changes
+    inputs.follow(batch)
+    assert torch.equal(inputs.page_tables[0][:, :2], batch.page_table(0, 0, 9)[0])
+    changes = batch.num_changes
+    batch.append(1)  # in the same page
+    assert batch.num_changes == changes
+    batch.select([1, 0])
+    assert batch.num_changes > changes
+
+
+def test_views_are_those_of_the_pool() -> None:
+    batch = make(1, 1)
+    inputs = StepInputs(batch.pool, 1, 64, None)
+    for layer in range(2):
+        _, *pages = batch.pool.layer(layer)
+        for view, want in zip(inputs.layer(layer), pages, strict=True):
+            assert view.data_ptr() == want.data_ptr()
+            assert view.shape == want.shape
+            assert view.stride() == want.stride()
