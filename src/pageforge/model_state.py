@@ -26,6 +26,9 @@ INTERNAL = vars(nn.Module()).keys() - {"training"}
 """What torch itself keeps in a module; of this, tensors, children and hooks are looked at."""
 
 HOOKS = ("_forward_hooks", "_forward_pre_hooks")
+RECORDERS = "transformers.utils.output_capturing"
+"""Hooks from here stay once hidden states were asked for, and do nothing in other forwards."""
+
 GLOBAL_HOOKS = ("_global_forward_hooks", "_global_forward_pre_hooks")
 
 
@@ -122,7 +125,10 @@ def hooks_on(model: nn.Module) -> str | None:
     if any(getattr(torch_module, name) for name in GLOBAL_HOOKS):
         return "global forward hooks are registered"
     for name, child in model.named_modules():
-        if child is not model and any(getattr(child, kind) for kind in HOOKS):
+        hooks = [hook for kind in HOOKS for hook in getattr(child, kind).values()]
+        if child is not model and any(
+            getattr(hook, "__module__", "") != RECORDERS for hook in hooks
+        ):
             return f"there are forward hooks on {name}"
     return None
 

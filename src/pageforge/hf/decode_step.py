@@ -65,7 +65,8 @@ class DecodeStep:
         self._changes = 0  # of the batch's tables, when they were taken over
         self._length = 0  # tokens of each row, on the device
         self._padding: tuple[int, ...] | None = None
-        self._differs = torch.empty(1, dtype=torch.bool, pin_memory=True)
+        on_cuda = self._inputs.device.type == "cuda"
+        self._differs = torch.empty(1, dtype=torch.bool, pin_memory=on_cuda)
         arguments = dict(call.options) | {
             "input_ids": self._inputs.tokens,
             "position_ids": self._inputs.positions,
