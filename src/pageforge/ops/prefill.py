@@ -117,7 +117,7 @@ class _Options(NamedTuple):
 def _options(dim: int, width: int, capability: tuple[int, int] | None) -> _Options:
     """How a program is cut, by padded head dim, bytes an element and device.
 
-    Compute capability 9.0 is cut for wgmma; elsewhere this is what shared memory can hold.
+    Compute capability 9.0 is cut as measured; elsewhere this is what shared memory can hold.
     """
     if capability is None:
         return _Options(pairs=16, tile=16, num_warps=1, num_stages=1)  # the interpreter
@@ -127,9 +127,12 @@ def _options(dim: int, width: int, capability: tuple[int, int] | None) -> _Optio
             return _Options(pairs=32, tile=16, num_warps=4, num_stages=1)
         return _Options(pairs=32, tile=32, num_warps=4, num_stages=2)
     if capability[0] == 9:
-        # A wgmma takes 64 pairs from each group of 4 warps. With three stages a tile is loaded two
-        # tiles early; with two it would be waited for as soon as it was asked for.
-        return _Options(pairs=128, tile=32 if wide else 128, num_warps=8, num_stages=3)
+        # A wgmma takes 64 pairs from each group of 4 warps. The best of nine on an H200.
+        if dim <= 64:
+            return _Options(pairs=64, tile=64, num_warps=4, num_stages=3)
+        if wide:
+            return _Options(pairs=128, tile=64, num_warps=8, num_stages=2)
+        return _Options(pairs=128, tile=128, num_warps=8, num_stages=3)
     if capability >= (8, 0):
         if wide:
             return _Options(pairs=64, tile=32, num_warps=4, num_stages=2)
