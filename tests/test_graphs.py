@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
+import gc
+import weakref
+
+import pytest
 import torch
 
-from pageforge import KVGeometry, PagePool
+from pageforge import KVGeometry, PagePool, graphs
 from pageforge.batch import SequenceBatch
 from pageforge.graphs import StepInputs, bucket
 
@@ -83,3 +88,49 @@ def test_views_are_those_of_the_pool() -> None:
             assert view.data_ptr() == want.data_ptr()
             assert view.shape == want.shape
             assert view.stride() == want.stride()
+
+
+def test_the_pool_is_not_kept() -> None:
+    batch = make(1, 1)
+    inputs = StepInputs(batch.pool, 1, 64, None)
+    pool = weakref.ref(batch.pool)
+    del batch
+    gc.collect()
+    assert pool() is None
+    assert inputs.layer(0)[0].shape[1:] == (2, 8, 16)
+
+
+def test_inputs_made_in_inference_mode_can_be_written_outside() -> None:
+    batch = make(2, 9)
+    with torch.inference_mode():
+        inputs = StepInputs(batch.pool, 2, 64, (3,))
+    assert inputs.positions.shape == (3, 2, 1)
+    inputs.load(batch, 8, (0, 2))
+    inputs.begin()
+    assert inputs.seq_lens.tolist() == [9, 9]
+
+
+@pytest.mark.parametrize("enabled", [True, False])
+def test_no_garbage_is_collected_during_a_capture(
+    enabled: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen = []
+
+    def run(fails: bool = False) -> None:
+        seen.append(gc.isenabled())
+        if fails:
+            raise RuntimeError("mine")
+
+    capture = contextlib.nullcontext()
+    monkeypatch.setattr(torch.cuda, "graph", lambda *args, **kwargs: capture)
+    was_enabled = gc.isenabled()
+    (gc.enable if enabled else gc.disable)()
+    try:
+        with graphs._capturing(None, None, None):
+            run()
+        with pytest.raises(RuntimeError, match="mine"), graphs._capturing(None, None, None):
+            run(fails=True)
+        assert seen == [False, False]
+        assert gc.isenabled() == enabled
+    finally:
+        (gc.enable if was_enabled else gc.disable)()

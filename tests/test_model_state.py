@@ -23,6 +23,8 @@ class Block(nn.Module):
         self.active = ["one"]
         self.scaling = {"one": 2.0, "two": [1, 2]}
         self.bias = None
+        self.activation = torch.relu
+        self.vector = torch.zeros(4)  # no parameter, no buffer
         self.config = SimpleNamespace(kind="plain", sizes=[1, 2])
 
     def forward(self, states: torch.Tensor) -> torch.Tensor:
@@ -35,6 +37,7 @@ class Model(nn.Module):
         self.blocks = nn.ModuleList([Block(), Block()])
         self.head = nn.Linear(4, 4)
         self.head.weight = self.blocks[0].linear.weight  # tied
+        self.scale = 1.0
 
     def forward(self, states: torch.Tensor) -> torch.Tensor:
         for block in self.blocks:
@@ -91,6 +94,12 @@ CHANGES: dict[str, Callable[[Model], object]] = {
     "config": lambda model: setattr(_block(model).config, "kind", "other"),
     "config content": lambda model: _block(model).config.sizes.append(3),
     "instance forward": _set(_block, "forward", lambda states: states),
+    "function": _set(_block, "activation", torch.tanh),
+    "tensor": _set(_block, "vector", torch.zeros(4)),
+    "tensor's data": lambda model: setattr(_block(model).vector, "data", torch.zeros(4)),
+    "tensor becomes plain": _set(_block, "vector", 1.0),
+    "setting of the model itself": _set(lambda model: model, "scale", 2.0),
+    "a new setting of the model itself": _set(lambda model: model, "steer", 2.0),
 }
 
 
@@ -109,6 +118,7 @@ def test_what_does_not_matter_is_not_seen() -> None:
     state = ModelState(model)
     with torch.no_grad():
         model.blocks[0].linear.weight.mul_(2)  # the graph reads the new values
+        model.blocks[0].vector.add_(1)
     other.blocks[0].register_forward_hook(lambda *_: None)
     model.register_forward_hook(lambda *_: None)  # runs around the forward, replayed or not
     model.blocks[0].active = list(model.blocks[0].active)  # equal
@@ -151,3 +161,32 @@ def test_the_memory_of_replaced_weights_stays_until_the_snapshot_goes() -> None:
     state = ModelState(model)
     weight.data = torch.zeros(4, 4)
     assert any(torch.equal(kept, before) and kept.data_ptr() == address for kept in state._kept)
+
+
+def test_a_method_replaced_in_its_class_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = Model().eval()
+    state = ModelState(model)
+    monkeypatch.setattr(Block, "forward", lambda block, states: states)
+    assert "class" in (state.change() or "")
+
+
+def test_hooks_that_were_there_do_not_matter() -> None:
+    model, other = Model().eval(), Model()
+    handle = model.blocks[0].register_forward_hook(lambda *_: None)
+    state = ModelState(model)
+    other.blocks[0].register_forward_hook(lambda *_: None)  # a reason to look at hooks again
+    assert state.change() is None
+    model.blocks[1].register_forward_pre_hook(lambda *_: None)
+    assert "hooks" in (state.change() or "")
+    handle.remove()
+    assert "hooks" in (state.change() or "")
+
+
+def test_tensors_without_memory() -> None:
+    model = Model().eval()
+    with torch.device("meta"):
+        model.blocks[0].linear = nn.Linear(4, 4)
+    state = ModelState(model)
+    assert state.change() is None
+    model.blocks[0].linear.to_empty(device="cpu")
+    assert state.change()

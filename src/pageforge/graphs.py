@@ -7,7 +7,9 @@ to step lies in tensors that stay where they are: tokens, positions, page tables
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import contextlib
+import gc
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -40,7 +42,7 @@ class StepInputs:
 
         With None a row's position is the number of tokens before, and the step counts it itself.
         """
-        self.pool = pool
+        self.geometry = pool.geometry  # and not the pool, which lives as long as its user wants
         self.device = torch.device(pool.geometry.groups[0].shape.device)
         self.rows = rows
         self.counts_positions = positions is None
@@ -108,7 +110,7 @@ class StepInputs:
         """How the step is cut into pieces: once for all layers of a group with this window."""
         key = group, window
         if key not in self._plans:
-            key_pages, _ = self.layer(self.pool.geometry.groups[group].layers[0])
+            key_pages, _ = self.layer(self.geometry.groups[group].layers[0])
             self._plans[key] = ops.plan_decode(
                 self.seq_lens,
                 self.page_tables[group],
@@ -157,6 +159,17 @@ class CapturedStep:
         self._graph.replay()
 
 
-def _capturing(graph: torch.cuda.CUDAGraph, memory: Any, stream: torch.cuda.Stream) -> Any:
-    # What other threads ask of CUDA meanwhile does no harm.
-    return torch.cuda.graph(graph, pool=memory, stream=stream, capture_error_mode="thread_local")
+@contextlib.contextmanager
+def _capturing(
+    graph: torch.cuda.CUDAGraph, memory: Any, stream: torch.cuda.Stream
+) -> Iterator[None]:
+    # What other threads ask of CUDA meanwhile does no harm; but what this one's garbage collector
+    # would, for caches and pools that it finds, spoils a capture.
+    collects = gc.isenabled()
+    gc.disable()
+    try:
+        with torch.cuda.graph(graph, pool=memory, stream=stream, capture_error_mode="thread_local"):
+            yield
+    finally:
+        if collects:
+            gc.enable()

@@ -25,7 +25,6 @@ CONTAINERS = (list, tuple, set, frozenset, dict)
 INTERNAL = vars(nn.Module()).keys() - {"training"}
 """What torch itself keeps in a module; of this, tensors, children and hooks are looked at."""
 
-HOOKS = ("_forward_hooks", "_forward_pre_hooks")
 RECORDERS = "transformers.utils.output_capturing"
 """Hooks from here stay once hidden states were asked for, and do nothing in other forwards."""
 
@@ -33,7 +32,9 @@ GLOBAL_HOOKS = ("_global_forward_hooks", "_global_forward_pre_hooks")
 
 
 class ModelState:
-    """A snapshot of a model: its modules, their tensors' addresses, and their plain settings.
+    """A snapshot of a model: its modules, their tensors' addresses, their code and their settings.
+
+    Of other objects (a config inside another, say) it is not seen what becomes of them.
 
     It keeps the tensors' memory alive, so that a replay that began before a change was seen reads
     what it read before. Comparing is done at every step, in loops that run inside C functions.
@@ -43,7 +44,8 @@ class ModelState:
         modules = list(model.modules())
         self._model = model
         self._modules = modules
-        self._types = list(map(type, modules))
+        self._types: list[Any] = list(map(type, modules))
+        self._forwards = {cls: cls.forward for cls in self._types}
         holders: list[dict[str, Any]] = [
             held for module in modules for held in (module._parameters, module._buffers)
         ]
@@ -53,11 +55,18 @@ class ModelState:
         self._children = _values(self._parents)
         self._holders = list(filter(None, holders))
         self._tensors = _values(self._holders)
-        self._present = [tensor for tensor in self._tensors if tensor is not None]
+        self._settings = list(map(vars, modules)) + _configs(modules)
+        self._counts = list(map(len, self._settings))
+        self._objects = [
+            (settings, name, value)
+            for settings in self._settings
+            for name, value in settings.items()
+            if name not in INTERNAL and (isinstance(value, Tensor) or callable(value))
+        ]
+        loose = [value for _, _, value in self._objects if isinstance(value, Tensor)]
+        self._present = [tensor for tensor in self._tensors + loose if tensor is not None]
         self._addresses = list(map(Tensor.data_ptr, self._present))
         self._kept = list(map(Tensor.detach, self._present))
-        self._settings = list(map(vars, modules[1:])) + _configs(modules)
-        self._counts = list(map(len, self._settings))
         names = [_plain_names(settings) for settings in self._settings]
         self._before = [
             {name: settings[name] for name in found}
@@ -77,14 +86,14 @@ class ModelState:
             if isinstance(value, CONTAINERS)
         ]
         self._contents = [copy.deepcopy(container) for container in self._containers]
+        self._hooks = _hooks(model)
         self._last_hook = RemovableHandle.next_id
 
     def change(self) -> str | None:
         """What is different now, in words; None where nothing is."""
         if RemovableHandle.next_id != self._last_hook:
-            reason = hooks_on(self._model)
-            if reason is not None:
-                return reason
+            if _hooks(self._model) != self._hooks:
+                return hooks_on(self._model) or "forward hooks were removed"
             self._last_hook = RemovableHandle.next_id
         if any(self._empty):
             return "modules, parameters or buffers were added"
@@ -92,12 +101,17 @@ class ModelState:
             _values(self._parents), self._children
         ):
             return "modules were replaced"
+        if any(cls.forward is not forward for cls, forward in self._forwards.items()):
+            return "the forward of a class was replaced"
         if not _same(_values(self._holders), self._tensors):
             return "parameters or buffers were replaced"
         if list(map(Tensor.data_ptr, self._present)) != self._addresses:
             return "the memory of parameters or buffers moved"
         if list(map(len, self._settings)) != self._counts:
             return "settings were added or removed"
+        for settings, name, value in self._objects:
+            if settings.get(name) is not value:
+                return f"settings changed: {name}"
         try:
             values = [getter(settings) for getter, settings in self._getters]
             same = values == self._values and self._containers == self._contents
@@ -122,15 +136,25 @@ def hooks_on(model: nn.Module) -> str | None:
 
     Hooks on `model` itself run around its forward, and matter to nobody.
     """
-    if any(getattr(torch_module, name) for name in GLOBAL_HOOKS):
-        return "global forward hooks are registered"
+    hooks = _hooks(model)
+    if not hooks:
+        return None
+    name, _ = hooks[0]
+    return f"there are forward hooks on {name}" if name else "global forward hooks are registered"
+
+
+def _hooks(model: nn.Module) -> list[tuple[str, Any]]:
+    """The hooks that matter, each with its module's name, or with none if it is global."""
+    found = [("", hook) for kind in GLOBAL_HOOKS for hook in getattr(torch_module, kind).values()]
     for name, child in model.named_modules():
-        hooks = [hook for kind in HOOKS for hook in getattr(child, kind).values()]
-        if child is not model and any(
-            getattr(hook, "__module__", "") != RECORDERS for hook in hooks
-        ):
-            return f"there are forward hooks on {name}"
-    return None
+        if child is not model and (child._forward_hooks or child._forward_pre_hooks):
+            hooks = [*child._forward_hooks.values(), *child._forward_pre_hooks.values()]
+            found += [(name, hook) for hook in hooks if not _only_records(hook)]
+    return found
+
+
+def _only_records(hook: object) -> bool:
+    return getattr(hook, "__module__", "") == RECORDERS
 
 
 def _values(dictionaries: list[dict[str, Any]]) -> list[Any]:
@@ -149,11 +173,9 @@ def _configs(modules: list[nn.Module]) -> list[dict[str, Any]]:
 
 
 def _plain_names(settings: dict[str, Any]) -> list[str]:
-    """The settings that can be compared by value, and a module's own forward, if it has one."""
+    """The settings that can be compared by value."""
     return sorted(
-        name
-        for name, value in settings.items()
-        if name == "forward" or (name not in INTERNAL and _is_plain(value))
+        name for name, value in settings.items() if name not in INTERNAL and _is_plain(value)
     )
 
 

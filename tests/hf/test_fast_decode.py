@@ -2,21 +2,43 @@
 
 from __future__ import annotations
 
+import copy
 import functools
+import gc
+import inspect
 import threading
+import weakref
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from tests.hf.tiny_models import CONFIGS, make
+from tests.hf.tiny_models import CONFIGS, GROUPED, PECULIAR, make, tiny
 from torch import Tensor
-from transformers import DynamicCache, PreTrainedModel
+from transformers import (
+    AutoModelForImageTextToText,
+    DynamicCache,
+    Gemma3Config,
+    LlamaConfig,
+    LlamaForSequenceClassification,
+    MambaConfig,
+    PreTrainedModel,
+)
+from transformers.modeling_outputs import CausalLMOutputWithPast
 
 import pageforge
-from pageforge import OutOfPages, PagedKVCache, PageForgeError, PagePool, ShapeError
+from pageforge import (
+    OutOfPages,
+    PagedKVCache,
+    PageForgeError,
+    PagePool,
+    ShapeError,
+    UseAfterFree,
+)
 from pageforge.hf import decode_step, fast_decode
+from pageforge.hf.decode_step import agree
 from pageforge.hf.fast_decode import FastDecode
 from pageforge.hf.step_cache import StepCache
 from pageforge.probe import cache_argument
@@ -114,31 +136,40 @@ def test_compiled(llama: PreTrainedModel) -> None:
 
 
 class Pair:
-    """A paged cache under fast_decode and a DynamicCache, fed alike."""
+    """A paged cache in a llama (or another) under fast_decode, a DynamicCache in its twin."""
 
-    def __init__(self, model: PreTrainedModel, pool: PagePool):
+    def __init__(self, model: PreTrainedModel, pool: PagePool, family: str = "llama"):
         self.model = model
+        self.twin = tiny(family)
         self.name = cache_argument(model)
         self.paged = PagedKVCache(pool)
         self.dense = DynamicCache(config=model.config)
 
-    def feed(self, tokens: Tensor, **inputs: Any) -> None:
+    def feed(self, tokens: Tensor, **inputs: Any) -> Tensor:
+        """Both take `tokens`; their logits agree."""
         got = self.model(tokens, **inputs, **{self.name: self.paged}).logits
-        self.model.set_attn_implementation("eager")
-        want = self.model._plain(tokens, **inputs, **{self.name: self.dense}).logits
-        self.model.set_attn_implementation("pageforge")
+        want = self.twin(tokens, **inputs, **{self.name: self.dense}).logits
+        assert got.dtype == want.dtype
         assert (got - want).abs().max() <= 1e-3, (got - want).abs().max()
+        return got
+
+    def feed_steps(self, tokens: Tensor, **inputs: Any) -> None:
+        for column in tokens.split(1, dim=1):
+            self.feed(column, **inputs)
 
     def crop(self, count: int) -> None:
         self.paged.crop(-count)
         self.dense.crop(-count)
+
+    def select(self, rows: list[int]) -> None:
+        self.paged.batch_select_indices(torch.tensor(rows))
+        self.dense.batch_select_indices(torch.tensor(rows))
 
 
 @torch.no_grad()
 def test_two_caches_in_turns_with_crops_forks_and_chunks(llama: PreTrainedModel) -> None:
     pool = PagePool.for_model(llama, max_pages=200)
     tokens = prompt(2, 60)["input_ids"]
-    object.__setattr__(llama, "_plain", llama.forward)
     decode = fast(llama)
     with decode._installed():
         pairs = [Pair(llama, pool), Pair(llama, pool)]
@@ -173,18 +204,26 @@ def test_two_caches_in_turns_with_crops_forks_and_chunks(llama: PreTrainedModel)
 def test_rows_change_places_with_their_padding(llama: PreTrainedModel) -> None:
     inputs = prompt(2, 20, padded=True)
     name, step = cache_argument(llama), prompt(2, 1)["input_ids"]
-    with fast(llama)._installed():
+    decode = fast(llama)
+    with decode._installed():
         cache = PagedKVCache(PagePool.for_model(llama, max_pages=64))
         mask = inputs["attention_mask"]
         llama(**inputs, **{name: cache})
         logits = []
+
+        def feed(mask: Tensor) -> Tensor:
+            positions = mask.sum(-1, keepdim=True) - 1
+            arguments = {"attention_mask": mask, "position_ids": positions, name: cache}
+            return llama(step[:1].repeat(2, 1), **arguments).logits
+
         for _ in range(3):
             mask = torch.cat([mask, mask.new_ones(2, 1)], 1)
-            logits.append(llama(step[:1].repeat(2, 1), attention_mask=mask, **{name: cache}).logits)
+            logits.append(feed(mask))
         cache.crop(-1)
         cache.reorder_cache(torch.tensor([1, 0]))
-        swapped = llama(step[:1].repeat(2, 1), attention_mask=mask[[1, 0]], **{name: cache}).logits
+        swapped = feed(mask[[1, 0]])
     assert (swapped - logits[-1][[1, 0]]).abs().max() < 1e-4
+    assert decode.num_replays == 3
 
 
 @torch.no_grad()
@@ -433,4 +472,544 @@ def test_logits_are_the_callers_to_keep(llama: PreTrainedModel) -> None:
         for _ in range(3):
             llama(token, **{name: cache})
     assert all(torch.equal(out.logits, copy) for out, copy in zip(kept, copies, strict=True))
-    assert fast_decode.MAX_WASTED > 0
+
+
+# --- families -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "family", ["opt", "gpt_neox", "mistral", "mixtral", "gemma3", "gpt_oss", "gemma3n", "gemma4"]
+)
+def test_other_families(family: str) -> None:
+    model, inputs = make((CONFIGS | PECULIAR)[family](), "eager"), prompt(3, 13, padded=True)
+    want = model.generate(**inputs, **GREEDY)
+    decode = fast(model)
+    with decode._installed():
+        assert torch.equal(model.generate(**inputs, **GREEDY), want)
+    assert decode.num_replays == 18
+    assert not decode.eager_steps
+
+
+@pytest.mark.parametrize(
+    ("family", "reason"),
+    [
+        ("deepseek_v3", "computes with K/V by itself"),
+        ("llama4", "neither causal nor"),
+        ("qwen3_next", "another state"),
+        ("bloom", "pageforge attention"),
+        ("falcon", "pageforge attention"),
+    ],
+)
+def test_families_that_are_not_captured(family: str, reason: str) -> None:
+    model, inputs = make((CONFIGS | PECULIAR)[family](), "eager"), prompt(2, 13)
+    settings = GREEDY | {"max_new_tokens": 6, "min_new_tokens": 6}
+    want = model.generate(**inputs, **settings)
+    decode = fast(model)
+    with decode._installed():
+        assert torch.equal(model.generate(**inputs, **settings), want)
+    assert decode.num_replays == 0
+    [only] = decode.eager_steps
+    assert reason in only
+    assert decode.eager_steps[only] == 5
+
+
+def test_a_model_without_pages_generates_as_ever(caplog: pytest.LogCaptureFixture) -> None:
+    sizes = {"hidden_size": 32, "num_hidden_layers": 2, "state_size": 4}
+    model = make(MambaConfig(vocab_size=101, eos_token_id=None, pad_token_id=0, **sizes), "eager")
+    inputs = prompt(2, 9)
+    settings = GREEDY | {"max_new_tokens": 4, "min_new_tokens": 4}
+    want = model.generate(**inputs, **settings)
+    with fast(model)._installed():
+        for _ in range(2):
+            assert torch.equal(model.generate(**inputs, **settings), want)
+
+
+def test_rotary_embeddings_that_move() -> None:
+    rope = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0}
+    model = make(LlamaConfig(**GROUPED, rope_parameters=rope), "eager")
+    decode = fast(model)
+    with decode._installed():
+        model.generate(**prompt(1, 5), **GREEDY)
+    assert "dynamic" in " ".join(decode.eager_steps)
+
+
+def test_a_model_without_a_head() -> None:
+    model = make(CONFIGS["llama"](), "eager").model
+    twin, name = tiny("llama").model, cache_argument(model)
+    ids = prompt(3, 9)["input_ids"]
+    decode = fast(model)
+    with decode._installed(), torch.no_grad():
+        paged, dense = PagedKVCache(PagePool.for_model(model, max_pages=64)), DynamicCache()
+        for tokens in (ids, *ids.split(1, dim=1)):
+            got, want = model(tokens, **{name: paged}), twin(tokens, **{name: dense})
+            assert (got.last_hidden_state - want.last_hidden_state).abs().max() < 1e-4
+        assert got.past_key_values is paged
+    assert decode.num_replays == 8
+
+
+@torch.no_grad()
+def test_a_classifier_of_sequences() -> None:
+    config = LlamaConfig(**GROUPED, num_labels=3)
+    torch.manual_seed(0)
+    model = LlamaForSequenceClassification(config).eval()
+    ids, name = prompt(3, 9)["input_ids"], cache_argument(model)
+    dense = DynamicCache(config=config)
+    want = [model(tokens, **{name: dense}).logits for tokens in (ids, *ids.split(1, dim=1))]
+    decode = fast(model)
+    with decode._installed():
+        paged = PagedKVCache(PagePool.for_model(model, max_pages=64))
+        got = [model(tokens, **{name: paged}).logits for tokens in (ids, *ids.split(1, dim=1))]
+    assert all((one - other).abs().max() < 1e-5 for one, other in zip(got, want, strict=True))
+    assert decode.num_replays == 8
+
+
+def test_a_config_inside_a_config_is_left_as_found() -> None:
+    vision = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
+    vision |= {"intermediate_size": 32, "image_size": 28, "patch_size": 14}
+    config = Gemma3Config(
+        text_config=GROUPED | {"head_dim": 8, "sliding_window": 8},
+        vision_config=vision,
+        mm_tokens_per_image=4,
+    )
+    implementations = {"": "sdpa", "text_config": "eager", "vision_config": "sdpa"}
+    model = AutoModelForImageTextToText.from_config(config, attn_implementation=implementations)
+    model, inputs = model.eval(), prompt(2, 9)
+    want = model.generate(**inputs, **GREEDY)
+    decode = fast(model)
+    with decode._installed():
+        assert torch.equal(model.generate(**inputs, **GREEDY), want)
+        assert not decode.eager_steps
+        cache = PagedKVCache(PagePool.for_model(model, max_pages=64))
+        with torch.no_grad():
+            for tokens in (inputs["input_ids"], inputs["input_ids"][:, :1]):
+                model(tokens, **{cache_argument(model): cache})
+    assert "no position_ids" in " ".join(decode.eager_steps)
+    parts = (model.config, model.config.text_config, model.config.vision_config)
+    assert [part._attn_implementation for part in parts] == ["sdpa", "eager", "sdpa"]
+
+
+# --- rows, lengths and padding --------------------------------------------------------------
+
+
+@pytest.mark.parametrize("rows", [5, 31])
+def test_batches_that_do_not_fill_their_bucket(llama: PreTrainedModel, rows: int) -> None:
+    inputs = prompt(rows, 7, padded=True)
+    settings = GREEDY | {"max_new_tokens": 6, "min_new_tokens": 6}
+    want = llama.generate(**inputs, **settings)
+    with fast(llama)._installed():
+        assert torch.equal(llama.generate(**inputs, **settings), want)
+
+
+@torch.no_grad()
+def test_a_row_that_is_gone_writes_nothing(llama: PreTrainedModel) -> None:
+    pool = PagePool.for_model(llama, page_size=64, max_pages=10)
+    ids = prompt(10, 9)["input_ids"]
+    decode = fast(llama)
+    with decode._installed():
+        pair = Pair(llama, pool)
+        pair.feed(ids)
+        pair.feed_steps(ids[:, :3])
+        pair.select(list(range(9)))  # 9 and 10 rows are served by the same capture
+        other = Pair(llama, pool)  # takes the page that the last row had
+        other.feed(ids[:1, :5].repeat(1, 8))
+        pair.feed_steps(ids[:9])
+        other.feed_steps(ids[:1])
+        assert decode.num_captures == 2
+        pair.select([*range(9), 8][1:])
+        pair.feed_steps(ids[:9, :2])
+
+
+@torch.no_grad()
+def test_a_row_that_has_come(llama: PreTrainedModel) -> None:
+    ids = prompt(9, 9)["input_ids"]
+    rows = [*range(9), 8]
+    decode = fast(llama)
+    with decode._installed():
+        pair = Pair(llama, PagePool.for_model(llama, max_pages=64))
+        pair.feed(ids)
+        pair.feed_steps(ids[:, :3])
+        pair.select(rows)
+        pair.feed_steps(ids[rows])
+    assert decode.num_captures == 1
+
+
+@torch.no_grad()
+def test_another_token_in_the_place_of_one_that_was_cropped(llama: PreTrainedModel) -> None:
+    ids = prompt(2, 30)["input_ids"]
+    with fast(llama)._installed():
+        pair = Pair(llama, PagePool.for_model(llama, page_size=8, max_pages=64))
+        pair.feed(ids[:, :7])
+        for start in range(0, 20, 2):
+            pair.feed_steps(ids[:, start : start + 2])
+            pair.crop(1)  # over page boundaries, too
+            pair.feed(ids[:, start + 2 : start + 3])
+        pair.crop(2)
+        pair.feed(ids[:, :2])  # not a replay: the length is what the step knew before
+        pair.feed_steps(ids[:, 3:6])
+        pair.paged = copy.deepcopy(pair.paged)
+        pair.feed_steps(ids[:, 3:9])
+        pair.crop(pair.paged.get_seq_length())
+        pair.feed(ids[:, :7])
+        pair.feed_steps(ids[:, 7:12])
+        pair.paged.reset()
+        pair.dense.reset()
+        pair.dense = DynamicCache(config=llama.config)
+        pair.feed(ids[:, :9])
+        pair.feed_steps(ids[:, 7:12])
+    pair.feed_steps(ids[:, 3:6])  # after the context
+    assert [table.length for table in pair.paged.page_tables] == [17, 17]
+
+
+@torch.no_grad()
+def test_pages_that_left_the_window() -> None:
+    model, ids = make(CONFIGS["gemma2"](), "eager"), prompt(3, 90)["input_ids"]
+    pool = PagePool.for_model(model, page_size=8, max_pages=64)
+    decode = fast(model)
+    with decode._installed():
+        pair = Pair(model, pool, "gemma2")
+        pair.feed(ids[:, :9])
+        pair.feed_steps(ids)
+    assert pair.paged.page_tables[0].first_page(0) != pair.paged.page_tables[0].first_page(1)
+    assert decode.num_replays == 89
+
+
+def test_to_the_last_position_and_beyond() -> None:
+    model = make(LlamaConfig(**GROUPED | {"max_position_embeddings": 32}), "eager")
+    inputs = prompt(2, 10)
+    decode = fast(model)
+    for count, captures in ((22, 1), (100, 3)):  # up to 32 tokens; then 64, then 128
+        settings = {"do_sample": False, "max_new_tokens": count, "min_new_tokens": count}
+        want = model.generate(**inputs, **settings)
+        with decode._installed():
+            assert torch.equal(model.generate(**inputs, **settings), want)
+        assert decode.num_captures <= 1 + captures
+
+
+@torch.no_grad()
+def test_a_mask_at_some_steps_only(llama: PreTrainedModel) -> None:
+    ids, name = prompt(2, 12)["input_ids"], cache_argument(llama)
+    decode = fast(llama)
+    with decode._installed():
+        pair = Pair(llama, PagePool.for_model(llama, max_pages=64))
+        pair.feed(ids)
+        for turn in range(8):
+            mask = torch.ones(2, 13 + turn, dtype=torch.long)
+            pair.feed(ids[:, :1], **({"attention_mask": mask} if turn % 3 else {}))
+        assert decode.num_replays == 7
+        # Padding that is stored: hidden at some steps, seen at others.
+        cache = PagedKVCache(pair.paged.pool)
+        llama.set_attn_implementation("sdpa")
+        llama(ids, **{name: cache})
+        llama.set_attn_implementation("pageforge")
+        pair.paged, pair.dense = cache, DynamicCache(config=llama.config)
+        pair.twin(ids, **{name: pair.dense})
+        for turn in range(8):
+            mask = torch.ones(2, 13 + turn, dtype=torch.long)
+            mask[0, :4] = 0
+            positions = torch.full((2, 1), 12 + turn)
+            shown = {"attention_mask": mask} if turn in (2, 3, 4, 6) else {}
+            pair.feed(ids[:, :1], position_ids=positions, **shown)
+
+
+@torch.no_grad()
+def test_positions_that_a_model_takes_from_the_mask() -> None:
+    model, token = make(CONFIGS["opt"](), "eager"), prompt(2, 1)["input_ids"]
+    pool = PagePool.for_model(model, max_pages=64)
+    decode = fast(model)
+    with decode._installed():
+        for padded in (False, True):
+            pair, inputs = Pair(model, pool, "opt"), prompt(2, 12, padded=padded)
+            mask = inputs["attention_mask"]
+            pair.feed(inputs["input_ids"], attention_mask=mask)
+            for _ in range(4):
+                mask = torch.cat([mask, mask.new_ones(2, 1)], 1)
+                pair.feed(token, attention_mask=mask)
+    assert decode.num_replays == 3
+    assert decode.eager_steps == {decode_step.UNPLACED: 4}
+
+
+@torch.no_grad()
+def test_after_a_refused_mask_the_cache_is_whole(llama: PreTrainedModel) -> None:
+    inputs, name = prompt(2, 40, padded=True), cache_argument(llama)
+    inputs["attention_mask"][0, :20] = 0
+    pool, token = PagePool.for_model(llama, max_pages=64), prompt(2, 1)["input_ids"]
+    with fast(llama)._installed():
+        cache = PagedKVCache(pool)
+        llama(**inputs, **{name: cache})
+        used = pool.stats().pages_used
+        with pytest.raises(ShapeError, match="attention_mask"):
+            llama(token, **{name: cache})
+        assert [table.length for table in cache.page_tables] == [40, 40]
+        assert pool.stats().pages_used == used
+        mask = torch.cat([inputs["attention_mask"], torch.ones(2, 3, dtype=torch.long)], 1)
+        llama(token.repeat(1, 3), attention_mask=mask, **{name: cache})
+        assert cache.get_seq_length() == 43
+
+
+# --- pages ----------------------------------------------------------------------------------
+
+
+def test_exactly_enough_pages(llama: PreTrainedModel) -> None:
+    pool, name = PagePool.for_model(llama, page_size=8, max_pages=8), cache_argument(llama)
+    settings = {"do_sample": False, "max_new_tokens": 20, "min_new_tokens": 20}
+    want = llama.generate(**prompt(2, 13), **settings)
+    with fast(llama)._installed():
+        for _ in range(3):
+            cache = PagedKVCache(pool)
+            got = llama.generate(**prompt(2, 13), **settings, **{name: cache})
+            assert torch.equal(got, want)
+            assert cache.get_seq_length() == 32  # the last token is not fed
+            assert pool.stats().pages_used == 8
+            cache.free()
+            assert pool.stats().pages_used == 0
+    pool.check_invariants([])
+
+
+def test_no_page_stays_ahead(llama: PreTrainedModel, tmp_path: Path) -> None:
+    pool, name = PagePool.for_model(llama, page_size=8, max_pages=64), cache_argument(llama)
+    ids = prompt(2, 14)["input_ids"]
+
+    def ahead() -> PagedKVCache:
+        cache = PagedKVCache(pool)
+        for tokens in (ids, ids[:, :1], ids[:, :1]):
+            llama(tokens, **{name: cache})
+        assert pool.stats().pages_used == 6
+        return cache
+
+    with fast(llama)._installed():
+        generated = PagedKVCache(pool)
+        llama.generate(ids, do_sample=False, max_new_tokens=3, **{name: generated})
+        assert pool.stats().pages_used == 4  # after generate as well
+        generated.free()
+        with torch.no_grad():
+            for look in (
+                lambda cache: cache.page_tables,
+                lambda cache: cache.save(tmp_path / "pages.safetensors"),
+                lambda cache: cache.fork()[0].free(),
+                lambda cache: cache.crop(0),
+                lambda cache: cache.reorder_cache(torch.tensor([0, 1])),
+                lambda cache: cache.batch_select_indices(torch.tensor([0, 1])),
+            ):
+                cache = ahead()
+                look(cache)
+                assert pool.stats().pages_used == 4
+                assert cache.to_dynamic().get_seq_length() == 16
+                cache.free()
+                assert pool.stats().pages_used == 0
+            cache = ahead()
+    assert pool.stats().pages_used == 4
+    cache.free()
+    pool.check_invariants([])
+
+
+@torch.no_grad()
+def test_a_closed_pool(llama: PreTrainedModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    name, token = cache_argument(llama), prompt(2, 1)["input_ids"]
+    with fast(llama)._installed():
+        pool = PagePool.for_model(llama, max_pages=64)
+        caches = [PagedKVCache(pool), PagedKVCache(pool)]
+        for cache in caches:
+            for tokens in (prompt(2, 9)["input_ids"], token, token):
+                llama(tokens, **{name: cache})
+        pool.close()
+        monkeypatch.setattr(StandIn, "replay", lambda step: pytest.fail("touches closed memory"))
+        with pytest.raises(UseAfterFree, match="closed"):
+            llama(token, **{name: caches[0]})
+        caches[0].free()  # the other is still there when the context ends
+
+
+@torch.no_grad()
+def test_steps_go_with_their_pool(llama: PreTrainedModel) -> None:
+    name, pools = cache_argument(llama), []
+    decode = fast(llama)
+    with decode._installed():
+        for _ in range(3):
+            cache = PagedKVCache(llama.config)
+            for tokens in (prompt(2, 9)["input_ids"], *prompt(2, 3)["input_ids"].split(1, 1)):
+                llama(tokens, **{name: cache})
+            pools.append(weakref.ref(cache.pool))
+            del cache
+        gc.collect()
+        assert not any(pool() for pool in pools)
+        assert not decode._steps
+        llama.generate(**prompt(2, 9), **GREEDY)
+        pools.append(weakref.ref(decode._pool))
+    gc.collect()
+    assert not pools[-1]()
+
+
+# --- calls ----------------------------------------------------------------------------------
+
+
+def test_modes_of_autograd(llama: PreTrainedModel) -> None:
+    token, inputs = prompt(2, 1)["input_ids"], prompt(2, 9, padded=True)
+    want = llama.generate(**inputs, **GREEDY)
+    name, pool = cache_argument(llama), PagePool.for_model(llama, max_pages=64)
+    decode = fast(llama)
+    with decode._installed():
+        for mode in (torch.inference_mode, torch.no_grad, torch.inference_mode):
+            with mode():
+                assert torch.equal(llama.generate(**inputs, **GREEDY), want)
+                cache = PagedKVCache(pool)
+                mask = torch.ones(2, 9, dtype=torch.long)
+                llama(inputs["input_ids"], attention_mask=mask, **{name: cache})
+                for _ in range(3):
+                    mask = torch.cat([mask, mask[:, :1]], 1)
+                    out = llama(token, attention_mask=mask, **{name: cache}).logits
+                assert out.is_inference() == (mode is torch.inference_mode)
+        assert decode.num_captures == 2  # with and without positions
+        for parameter in llama.parameters():
+            parameter.requires_grad_(False)
+        llama(token, **{name: cache})
+        assert decode.eager_steps == {"gradients are enabled": 1}
+        with torch.no_grad():
+            llama.train()
+            llama(token, **{name: cache})
+    assert decode.eager_steps["the model is in training mode"] == 1
+
+
+@torch.no_grad()
+def test_autocast_is_another_model(llama: PreTrainedModel) -> None:
+    name, token = cache_argument(llama), prompt(2, 1)["input_ids"]
+    pool = PagePool.for_model(llama, max_pages=64, dtype=torch.float32)
+    decode = fast(llama)
+    with decode._installed():
+        cache = PagedKVCache(pool)
+        for tokens in (prompt(2, 9)["input_ids"], token, token):
+            llama(tokens, **{name: cache})
+        with torch.autocast("cpu", torch.bfloat16):
+            assert llama(token, **{name: cache}).logits.dtype == torch.bfloat16
+    assert decode.num_replays == 1
+    assert decode.eager_steps == {"autocast is enabled": 1}
+
+
+@torch.no_grad()
+def test_arguments_of_forwards(llama: PreTrainedModel) -> None:
+    name, token = cache_argument(llama), prompt(2, 1)["input_ids"]
+    assert list(inspect.signature(llama.forward).parameters)[3] == name
+    decode = fast(llama)
+    with decode._installed():
+        pair = Pair(llama, PagePool.for_model(llama, max_pages=64))
+        pair.feed(prompt(2, 9)["input_ids"])
+        pair.feed_steps(token.repeat(1, 3))
+        assert decode.num_replays == 2
+        mask = torch.ones(2, 13, dtype=torch.long)
+        out = llama(token, mask, None, pair.paged)
+        assert out.past_key_values is pair.paged
+        assert decode.num_replays == 3  # by position or by name
+        assert llama(token, **{name: pair.paged}, logits_to_keep=1).logits.shape == (2, 1, 101)
+        assert decode.num_captures == 2
+        for extra in ((torch.ones(1),), ([1],), [1], torch.ones(1)):
+            llama(token, **{name: pair.paged}, extra=extra)
+        assert decode.num_captures == 2
+        assert decode.eager_steps == {"extra is passed": 4}
+        with pytest.raises(ShapeError, match="batch size"):
+            llama(token[:1], **{name: pair.paged})
+
+
+@torch.no_grad()
+def test_a_forward_of_unknown_arguments(llama: PreTrainedModel) -> None:
+    forward, name = llama.forward, cache_argument(llama)
+
+    def own(*args: Any, **kwargs: Any) -> Any:
+        return forward(*args, **kwargs)
+
+    llama.forward = own
+    decode = fast(llama)
+    with decode._installed():
+        cache = PagedKVCache(PagePool.for_model(llama, max_pages=64))
+        llama(prompt(2, 9)["input_ids"], **{name: cache})
+        llama(input_ids=prompt(2, 1)["input_ids"], **{name: cache})
+    assert decode.eager_steps == {"the model takes no position_ids": 1}
+
+
+def test_caches_that_generate_is_to_make(llama: PreTrainedModel) -> None:
+    ids = prompt(2, 9)["input_ids"]
+    config = copy.deepcopy(llama.generation_config)
+    config.update(do_sample=False, max_new_tokens=4, use_cache=False)
+    decode = fast(llama)
+    with decode._installed():
+        llama.generate(ids, config)
+        llama.generate(ids, generation_config=config)
+        llama.generate(ids, **GREEDY, use_cache=False)
+        assert decode._pool is None
+        llama.generate(ids, **GREEDY, cache_implementation="dynamic")
+        assert decode._pool is None
+        assert decode.num_replays == 0
+        out = llama.generate(ids, **GREEDY, return_dict_in_generate=True)
+        assert decode.num_replays == 18
+    assert out.past_key_values.get_seq_length() == 28
+
+
+# --- captures -------------------------------------------------------------------------------
+
+
+def test_a_capture_that_fails_is_not_tried_again(
+    llama: PreTrainedModel, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    tries = []
+
+    def fail(run: Callable[[], Any], memory: object) -> None:
+        tries.append(run)
+        raise RuntimeError("no graphs today")
+
+    monkeypatch.setattr(decode_step, "CapturedStep", fail)
+    monkeypatch.setattr(fast_decode.logger, "propagate", True)
+    decode = fast(llama)
+    with decode._installed():
+        llama.generate(**prompt(2, 9), **GREEDY)
+    assert len(tries) == 1
+    assert decode.eager_steps == {"a step cannot be captured: no graphs today": 19}
+    assert sum("no graphs today" in record.getMessage() for record in caplog.records) == 1
+
+
+def test_a_model_that_changes_too_often(llama: PreTrainedModel) -> None:
+    mlp, decode = llama.model.layers[0].mlp, fast(llama)
+    settings = GREEDY | {"max_new_tokens": 4, "min_new_tokens": 4}
+    with decode._installed():
+        for turn in range(fast_decode.MAX_WASTED + 3):
+            mlp.turn = turn % 2
+            llama.generate(**prompt(1, 5), **settings)
+    assert decode.num_captures == fast_decode.MAX_WASTED
+    assert "the model changes too often" in decode.eager_steps
+
+
+def test_changes_after_enough_replays_are_not_held_against_a_model(llama: PreTrainedModel) -> None:
+    mlp, decode = llama.model.layers[0].mlp, fast(llama)
+    count = fast_decode.WORTHWHILE + 3
+    settings = {"do_sample": False, "max_new_tokens": count, "min_new_tokens": count}
+    mlp.turn = 0
+    with decode._installed():
+        for turn in range(fast_decode.MAX_WASTED + 2):
+            mlp.turn = turn
+            llama.generate(**prompt(1, 5), **settings)
+    assert decode.num_captures == fast_decode.MAX_WASTED + 2
+
+
+def test_compiling_needs_layers_with_k_and_v_of_their_own() -> None:
+    model, inputs = make(PECULIAR["gemma4"](), "eager"), prompt(2, 9)
+    want = model.generate(**inputs, **GREEDY)
+    decode = fast(model, compile=True)
+    with decode._installed():
+        assert torch.equal(model.generate(**inputs, **GREEDY), want)
+    assert "its own K/V" in " ".join(decode.eager_steps)
+
+
+@pytest.mark.parametrize("lowest", [-torch.inf, torch.finfo(torch.float32).min])
+def test_outputs_that_agree(lowest: float) -> None:
+    def output(logits: Tensor) -> CausalLMOutputWithPast:
+        return CausalLMOutputWithPast(logits=logits)
+
+    logits = torch.randn(40, 1, 50)
+    logits[:, :, :5] = lowest  # words that the model masks out
+    assert agree(output(logits.clone()), output(logits))
+    near = logits.clone()
+    near[:, :, 5:] *= 1 + 1e-5
+    assert agree(output(near), output(logits))
+    for wrong in (0.0, torch.nan, torch.inf):
+        other = logits.clone()
+        other[17, :, 5:] = wrong  # one row of many
+        assert not agree(output(other), output(logits))
+    seen = logits.clone()
+    seen[17, :, 3] = 1.0
+    assert not agree(output(seen), output(logits))

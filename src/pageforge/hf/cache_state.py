@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 from dataclasses import replace
 from typing import Protocol
@@ -146,10 +147,13 @@ class CacheState:
         """Room for one token more in each row; returns how many they hold. Raises OutOfPages."""
         self.check_live()
         self.write_pending()
-        assert self.batch is not None
-        length = max(self.lengths.values())
+        assert self.pool is not None and self.batch is not None
+        layer, length = next(iter(self.lengths)), max(self.lengths.values())
+        _, key_pages, _ = self.pool.layer(layer)  # raises where the pool is closed
+        self.pool.use_stream(key_pages.device)
         if self.batch.length != length + 1:
-            self._grow(next(iter(self.lengths)), length + 1)
+            self._grow(layer, length + 1)
+        self._is_ahead = True
         return length
 
     def finish_step(self) -> None:
@@ -160,15 +164,11 @@ class CacheState:
 
     def reach_ahead(self) -> None:
         """Claim the pages of the token after the next one, while the device is busy."""
-        assert self.batch is not None
-        try:
+        with contextlib.suppress(OutOfPages):  # then the next step finds out
             self.begin_step()
-        except OutOfPages:
-            return  # then the next step finds out
-        self._is_ahead = True
 
     def settle(self) -> None:
-        """Give back what `reach_ahead` claimed."""
+        """Give back the room of a step that has not come, or that failed."""
         if self._is_ahead:
             self._is_ahead = False
             assert self.batch is not None
@@ -333,6 +333,7 @@ class CacheState:
 
     def _release(self) -> None:
         self.pending = None
+        self._is_ahead = False  # all goes back, and a closed pool takes nothing else
         self._change()
         if self.batch is not None:
             self.batch.release()

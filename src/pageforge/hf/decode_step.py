@@ -19,10 +19,14 @@ from pageforge.hf.cache import PagedKVCache
 from pageforge.hf.padding import left_padding
 from pageforge.hf.step_cache import STEP_ARGUMENT, StepCache
 
-AGREEMENT = {torch.float32: 1e-3, torch.float16: 5e-2, torch.bfloat16: 5e-2}
-"""How far, relative to its norm, the first replay may be from the same step run eagerly. Other
-kernels round otherwise; a step that missed its attention, or had a length baked in, is off by all
-of it."""
+AGREEMENT = {torch.float64: 1e-3, torch.float32: 1e-3, torch.float16: 5e-2, torch.bfloat16: 5e-2}
+"""How far, relative to its norm, a row of the first replay may be from the same step run eagerly.
+Other kernels round otherwise; a step that missed its attention, or had a length baked in, is off by
+all of it."""
+
+HOLES = "the attention mask hides other tokens than left padding"
+UNPLACED = "rows are padded, and no position_ids are passed"
+"""Some models then work positions out of the mask, which a captured step does not see."""
 
 RECOMPILES = 64
 """Variants of one forward that torch.compile may keep: one for each number of rows."""
@@ -40,9 +44,9 @@ class Call:
 
     @property
     def variant(self) -> Hashable:
-        """What a capture serves: calls of the same pool, rows (rounded up) and options."""
+        """What a capture serves, within one pool: calls of as many rows (rounded up), and alike."""
         dims = None if self.positions is None else self.positions.shape[:-2]
-        return id(self.cache.pool), bucket(len(self.tokens)), dims, self.options
+        return bucket(len(self.tokens)), dims, self.options
 
 
 class DecodeStep:
@@ -62,11 +66,13 @@ class DecodeStep:
         self.is_trusted = False
         self._inputs = StepInputs(call.cache.pool, bucket(len(call.tokens)), max_tokens, dims)
         self._batch: Callable[[], SequenceBatch | None] = lambda: None
+        self._rows = 0
         self._changes = 0  # of the batch's tables, when they were taken over
         self._length = 0  # tokens of each row, on the device
         self._padding: tuple[int, ...] | None = None
         on_cuda = self._inputs.device.type == "cuda"
-        self._differs = torch.empty(1, dtype=torch.bool, pin_memory=on_cuda)
+        with torch.inference_mode(False):  # else it could only be written to in that mode
+            self._differs = torch.empty(1, dtype=torch.bool, pin_memory=on_cuda)
         arguments = dict(call.options) | {
             "input_ids": self._inputs.tokens,
             "position_ids": self._inputs.positions,
@@ -110,22 +116,23 @@ class DecodeStep:
         """Whether rows of `length` tokens can take one more."""
         return length < self._inputs.max_tokens
 
-    def replay(self, call: Call, length: int) -> tuple[ModelOutput, Callable[[], bool]] | None:
+    def replay(self, call: Call, length: int) -> tuple[ModelOutput, Callable[[], bool]] | str:
         """Run the step on rows that hold `length` tokens and have room for one more.
 
         Returns what the model returns, and a function that waits until it is known whether the
-        mask was what the step assumes: if not, the output is wrong. None where the mask cannot be
+        mask was what the step assumes: if not, the output is wrong. Or says why the call cannot be
         served.
         """
-        batch = call.cache._state.batch
+        batch, count = call.cache._state.batch, len(call.tokens)
         assert batch is not None
         moved = self._changes != batch.num_changes
-        if self._batch() is not batch or self._length != length or (moved and self._padding):
-            if not self._load(call, batch, length):
-                return None
+        known = self._batch() is batch and (self._rows, self._length) == (count, length)
+        if not known or (moved and self._padding):
+            refusal = self._load(call, batch, length)
+            if refusal is not None:
+                return refusal
         elif moved:
             self.follow(batch)
-        count = len(call.tokens)
         self._inputs.tokens[:count].copy_(call.tokens)
         if call.positions is not None:
             self._inputs.positions[..., :count, :].copy_(call.positions)
@@ -140,20 +147,27 @@ class DecodeStep:
             self._inputs.follow(batch)
             self._changes = batch.num_changes
 
-    def _load(self, call: Call, batch: SequenceBatch, length: int) -> bool:
-        """Take over the rows; False where the mask hides something else than left padding."""
+    def forget(self) -> None:
+        """Look at everything anew in the next replay: the mask is another one."""
+        self._batch = lambda: None
+
+    def _load(self, call: Call, batch: SequenceBatch, length: int) -> str | None:
+        """Take over the rows, or say why they cannot be served."""
         padding: tuple[int, ...] | None = (0,) * len(batch)
         if call.mask is not None:
             padding = left_padding(call.mask.bool())
         if padding is None or any(
             shown < stored for shown, stored in zip(padding, batch.starts, strict=True)
         ):
-            return False
+            return HOLES
+        if any(padding) and call.positions is None:
+            return UNPLACED
         self._padding = padding if any(padding) else None
         self._inputs.load(batch, length, self._padding)
         self._batch = weakref.ref(batch)
+        self._rows = len(batch)
         self._changes = batch.num_changes
-        return True
+        return None
 
     def _compare(self, mask: Tensor | None, rows: int, length: int) -> Callable[[], bool]:
         """Whether the mask shows all but the padding, to be asked for later."""
@@ -174,12 +188,15 @@ class DecodeStep:
 
 
 def agree(replayed: ModelOutput, eager: ModelOutput) -> bool:
-    """Whether two outputs are as near as AGREEMENT says."""
+    """Whether each row of two outputs is as near as AGREEMENT says."""
     for name, one in replayed.items():
         if isinstance(one, Tensor):
             other = eager[name]
-            error = (one.float() - other.float()).norm()
-            if not bool(error <= AGREEMENT[one.dtype] * other.float().norm()):
+            # Where a model masks words out, the lowest number (or -inf) would hide all else.
+            masked = other <= torch.finfo(other.dtype).min
+            error = (one - other).masked_fill(masked & (one == other), 0).float().flatten(1)
+            size = other.masked_fill(masked, 0).float().flatten(1)
+            if not bool((error.norm(dim=1) <= AGREEMENT[one.dtype] * size.norm(dim=1)).all()):
                 return False
     return True
 
@@ -188,9 +205,13 @@ def _check_outputs(outputs: Any, rows: int) -> None:
     if not isinstance(outputs, ModelOutput):
         raise UnsupportedModel(f"the model returns a {type(outputs).__name__}")
     for name, output in outputs.items():
-        is_of_rows = isinstance(output, Tensor) and output.shape[0] == rows
+        is_of_rows = (
+            isinstance(output, Tensor) and output.dtype in AGREEMENT and len(output.shape) > 1
+        ) and output.shape[0] == rows
         if not is_of_rows and not isinstance(output, Cache):
-            raise UnsupportedModel(f"the model returns {name}, which is not a tensor [rows, ...]")
+            raise UnsupportedModel(
+                f"the model returns {name}, which is not a floating tensor [rows, ...]"
+            )
 
 
 def _outputs(outputs: ModelOutput, rows: int, cache: PagedKVCache) -> ModelOutput:

@@ -8,19 +8,18 @@ import inspect
 import threading
 import weakref
 from collections import Counter
-from collections.abc import Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterator
 from typing import Any
 
 import torch
-from torch import Tensor
-from transformers import PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.utils import logging
 
-from pageforge.errors import PageForgeError
+from pageforge.errors import GeometryError, PageForgeError, UnsupportedModel, UseAfterFree
 from pageforge.hf.attention import NAME
 from pageforge.hf.cache import PagedKVCache
-from pageforge.hf.decode_step import Call, DecodeStep, agree
-from pageforge.model_state import ModelState, hooks_on
+from pageforge.hf.decode_step import HOLES, Call, DecodeStep, agree
+from pageforge.model_state import PLAIN, ModelState, hooks_on
 from pageforge.pool import PagePool
 from pageforge.probe import cache_argument
 
@@ -86,10 +85,14 @@ class FastDecode:
         self._allow_hooks = allow_hooks
         self._cache_name = cache_argument(model)
         self._forward = model.forward
-        self._generate = model.generate
+        self._generate: Any = getattr(model, "generate", None)  # none where there is no head
         self._parameters = list(inspect.signature(model.forward).parameters)
         self._pool: PagePool | None = None
-        self._steps: dict[Hashable, DecodeStep | str] = {}  # or why there is none
+        self._has_pages = True  # until it shows that the model has no K/V that can be paged
+        # For the pools that live, by variant: a step, or why there is none.
+        self._steps: weakref.WeakKeyDictionary[PagePool, dict[Hashable, DecodeStep | str]] = (
+            weakref.WeakKeyDictionary()
+        )
         self._state: ModelState | None = None
         self._num_wasted = 0
         self._num_repaid = 0  # replays since the last capture
@@ -108,13 +111,13 @@ class FastDecode:
                 "fast_decode: expected a model outside of it, got one inside; leave that context "
                 "first"
             )
-        configs = {id(part.config): part.config for part in _parts(model)}.values()
-        attention = [(config, config._attn_implementation) for config in configs]
+        attention = [(config, config._attn_implementation) for config in _configs(model)]
         own = {name: vars(model)[name] for name in ("forward", "generate") if name in vars(model)}
         try:
             model.set_attn_implementation(NAME)
             model.forward = self._wrap(self._forward, self._step_or_forward)
-            model.generate = self._wrap(self._generate, self._generate_paged)
+            if self._generate is not None:
+                model.generate = self._wrap(self._generate, self._generate_paged)
             yield
         finally:
             for name in ("forward", "generate"):
@@ -123,9 +126,9 @@ class FastDecode:
             for config, implementation in attention:
                 config._attn_implementation = implementation
             self._steps.clear()
-            self._state = None
-            for cache in self._caches:
-                cache._state.settle()
+            self._state = self._pool = None
+            for cache in list(self._caches):
+                _settle(cache)
 
     def _wrap(self, original: Any, replacement: Any) -> Any:
         @functools.wraps(original)
@@ -137,7 +140,8 @@ class FastDecode:
 
     def _generate_paged(self, *args: Any, **kwargs: Any) -> Any:
         """`generate` with a PagedKVCache, where it would make a cache of its own."""
-        settings = kwargs.get("generation_config") or self._model.generation_config
+        given = inspect.signature(self._generate).bind_partial(*args, **kwargs).arguments
+        settings = given.get("generation_config") or self._model.generation_config
         makes_its_own = (
             kwargs.get(self._cache_name) is None
             and kwargs.get("past_key_values") is None
@@ -145,27 +149,43 @@ class FastDecode:
             and kwargs.get("cache_implementation", settings.cache_implementation) is None
             and not self._model.config.is_encoder_decoder
         )
-        if makes_its_own:
-            if self._pool is None:
-                self._pool = PagePool.for_model(self._model)
-            kwargs[self._cache_name] = PagedKVCache(self._pool)
-        return self._generate(*args, **kwargs)
+        if makes_its_own and (cache := self._new_cache()) is not None:
+            kwargs[self._cache_name] = cache
+        try:
+            return self._generate(*args, **kwargs)
+        finally:
+            _settle(kwargs.get(self._cache_name))
+
+    def _new_cache(self) -> PagedKVCache | None:
+        """A cache in the context's own pool; None for a model without K/V that can be paged."""
+        with self._lock:
+            if self._pool is None and self._has_pages:
+                try:
+                    self._pool = PagePool.for_model(self._model)
+                except (GeometryError, UnsupportedModel) as error:
+                    self._has_pages = False
+                    logger.warning("fast_decode: generate makes no PagedKVCache: %s", error)
+            return None if self._pool is None else PagedKVCache(self._pool)
 
     # --- forwards ---------------------------------------------------------------------------
 
     def _step_or_forward(self, *args: Any, **kwargs: Any) -> Any:
-        kwargs = dict(zip(self._parameters, args, strict=False)) | kwargs
-        found = self._call(kwargs)
+        found = self._call(dict(zip(self._parameters, args, strict=False)) | kwargs)
         if isinstance(found, Call):
-            with self._lock:
-                found = self._replay(found, kwargs)
+            # What is launched and waited for belongs to the tokens' device, current or not.
+            with self._lock, torch.cuda.device_of(found.tokens):
+                found = self._replay(found, functools.partial(self._forward, *args, **kwargs))
         if found is not None and not isinstance(found, str):
             return found
         if found is not None:
-            if not self.eager_steps[found]:
-                logger.warning("fast_decode: decode steps run eagerly: %s", found)
-            self.eager_steps[found] += 1
-        return self._forward(**kwargs)
+            self._note(found)
+        return self._forward(*args, **kwargs)
+
+    def _note(self, reason: str) -> None:
+        """A step runs eagerly."""
+        if not self.eager_steps[reason]:
+            logger.warning("fast_decode: decode steps run eagerly: %s", reason)
+        self.eager_steps[reason] += 1
 
     def _call(self, kwargs: dict[str, Any]) -> Call | str | None:
         """The decode step asked for; why it cannot be replayed; None where it is no such step."""
@@ -191,30 +211,33 @@ class FastDecode:
             or mask.device != tokens.device
         ):
             return "the attention mask is not [rows, tokens] on the model's device"
+        if torch.is_autocast_enabled(tokens.device.type):
+            return "autocast is enabled"
         for name, option in options.items():
-            if isinstance(option, Tensor) or not isinstance(option, Hashable):
+            if not isinstance(option, PLAIN):
                 return f"{name} is passed"
         return Call(tokens, positions, mask, cache, tuple(sorted(options.items())))
 
-    def _replay(self, call: Call, kwargs: dict[str, Any]) -> Any:
-        """The step's output, or why it has to run eagerly."""
+    def _replay(self, call: Call, forward: Callable[[], Any]) -> Any:
+        """The step's output, or why it has to run eagerly, which is what `forward` does."""
         state = call.cache._state
-        step = self._steps.get(call.variant)
+        steps = self._steps.setdefault(call.cache.pool, {})
+        step = steps.get(call.variant)
         if step is None or (
             isinstance(step, DecodeStep) and not step.fits(call.cache.get_seq_length())
         ):
-            reason = self._obstacle(call)
-            if reason is not None:
-                return reason
-            step = self._steps[call.variant] = self._capture(call)
+            obstacle = self._obstacle()
+            if obstacle is not None:
+                return obstacle
+            step = steps[call.variant] = self._misfit(call) or self._capture(call)
         if isinstance(step, str):
             return step
         self._order_streams()
         length = state.begin_step()
         self._caches.add(call.cache)
         replayed = step.replay(call, length)
-        if replayed is None:
-            return "the attention mask hides other tokens than left padding"
+        if isinstance(replayed, str):
+            return replayed
         output, mask_was_right = replayed
         # The device is busy with the step: time to see whether all was as the step assumes.
         assert self._state is not None
@@ -222,31 +245,34 @@ class FastDecode:
         if change is not None:
             return self._forget(change)
         if not mask_was_right():
-            return "the attention mask hides other tokens than left padding"
+            step.forget()
+            return HOLES
         if step.is_trusted:
             self.num_replays += 1
             self._num_repaid += 1
             state.finish_step()
         else:
-            replayed_output, output = output, self._forward(**kwargs)
+            replayed_output, output = output, forward()
             if not agree(replayed_output, output):
-                self._steps[call.variant] = "a replay gave another result than the eager step"
-                logger.warning("fast_decode: %s; steps run eagerly", self._steps[call.variant])
+                steps[call.variant] = reason = "a replay gave another result than the eager step"
+                self._note(reason)
                 return output
             step.is_trusted = True
-        state.reach_ahead()
-        if state.batch is not None:
+        if step.fits(length + 1):
+            state.reach_ahead()
+            assert state.batch is not None
             step.follow(state.batch)
         return output
 
     def _capture(self, call: Call) -> DecodeStep | str:
         """A captured step, or why there can be none."""
-        if not any(isinstance(step, DecodeStep) for step in self._steps.values()):
+        steps = [step for of_pool in self._steps.values() for step in of_pool.values()]
+        if not any(isinstance(step, DecodeStep) for step in steps):
             # Memory that graphs share goes with the last of them.
             self._memory = torch.cuda.graph_pool_handle()
-        # What the model itself changes in a forward shows as a change at once.
-        state = ModelState(self._model)
         try:
+            # What the model itself changes in a forward shows as a change at once.
+            state = ModelState(self._model)
             step = DecodeStep(
                 self._forward,
                 self._cache_name,
@@ -265,17 +291,24 @@ class FastDecode:
         self._num_repaid = 0
         return step
 
-    def _obstacle(self, call: Call) -> str | None:
-        """Why the model cannot be captured, as far as that shows beforehand."""
+    def _obstacle(self) -> str | None:
+        """Why the model cannot be captured as long as it is as it is."""
         if self._num_wasted >= MAX_WASTED:
             return "the model changes too often"
         if not self._allow_hooks and (reason := hooks_on(self._model)) is not None:
             return reason
-        if "position_ids" not in self._parameters:
-            return "the model takes no position_ids"
         if self._model.config._attn_implementation != NAME:
             return "the model does not take pageforge attention"
-        if call.cache._other_layers():
+        return None
+
+    def _misfit(self, call: Call) -> str | None:
+        """Why such calls can never be captured, as far as that shows beforehand."""
+        if "position_ids" not in self._parameters:
+            return "the model takes no position_ids"
+        config = self._model.config
+        if call.positions is None and config.get_text_config() is not config:
+            return "no position_ids are passed, which a model of text and more works out itself"
+        if not _is_paged(call.cache):
             return "layers keep another state than K/V"
         tensors = [*self._model.parameters(), *self._model.buffers()]
         devices = {tensor.device for tensor in tensors} | {
@@ -284,17 +317,19 @@ class FastDecode:
         if len({(device.type, device.index or 0) for device in devices}) > 1:
             return f"model and pages lie on several devices: {sorted(map(str, devices))}"
         for part in self._model.modules():
-            if getattr(part, "rope_type", None) in MOVING_ROPE:
-                return f"{part.rope_type} rotary embeddings change with the length"
+            rope = getattr(part, "rope_type", None)  # or one for each type of layer
+            moving = MOVING_ROPE.intersection(rope.values() if isinstance(rope, dict) else [rope])
+            if moving:
+                return f"{min(moving)} rotary embeddings change with the length"
         return None
 
     def _max_tokens(self, cache: PagedKVCache) -> int:
-        """How long rows can become."""
+        """How long rows may become. For those that outgrow it, a step is captured anew."""
         config = self._model.config.get_text_config()
         pool = cache.pool
         room = pool.stats().pages_total * pool.geometry.page_size
         most = getattr(config, "max_position_embeddings", None) or MAX_TOKENS
-        return max(cache.get_seq_length() + 1, min(most, room, MAX_TOKENS))
+        return max(2 * cache.get_seq_length(), min(most, room, MAX_TOKENS))
 
     def _forget(self, change: str) -> str:
         """The model is not what was captured."""
@@ -311,6 +346,27 @@ class FastDecode:
         self._stream = stream
 
 
-def _parts(model: PreTrainedModel) -> list[PreTrainedModel]:
-    """The model and the models inside it, which may have configs of their own."""
-    return [part for part in model.modules() if isinstance(part, PreTrainedModel)]
+def _configs(model: PreTrainedModel) -> list[PreTrainedConfig]:
+    """The configs of the model, of the models inside it and inside other configs; outer ones first.
+
+    Setting an attention implementation sets it in all of them.
+    """
+    configs = [part.config for part in model.modules() if isinstance(part, PreTrainedModel)]
+    for config in configs:  # which grows meanwhile
+        inner = (getattr(config, name, None) for name in config.sub_configs)
+        configs += [each for each in inner if each is not None]
+    return list({id(config): config for config in configs}.values())
+
+
+def _is_paged(cache: PagedKVCache) -> bool:
+    """Whether all layers' K/V lie in pages; the last layers may be without, and use others' K/V."""
+    others = cache._other_layers()
+    first = len(cache.layers) - len(others)
+    return cache.layers[first:] == others and all(getattr(cache, "is_dummy", [not others])[first:])
+
+
+def _settle(cache: object) -> None:
+    """No page stays claimed ahead."""
+    if isinstance(cache, PagedKVCache):
+        with contextlib.suppress(UseAfterFree):  # of a pool that was closed
+            cache._state.settle()

@@ -45,7 +45,7 @@ class StepCache(Cache):
         self.written: set[int] = set()
         self.group_of = {
             layer: number
-            for number, group in enumerate(inputs.pool.geometry.groups)
+            for number, group in enumerate(inputs.geometry.groups)
             for layer in group.layers
         }
         super().__init__(layers=[_StepLayer(self, layer) for layer in sorted(self.group_of)])
@@ -135,7 +135,7 @@ class _StepLayer(CacheLayerMixin):
     def __init__(self, cache: StepCache, layer: int):
         self._cache = cache
         self._layer = layer
-        window = cache.inputs.pool.geometry.groups[cache.group_of[layer]].shape.window
+        window = cache.inputs.geometry.groups[cache.group_of[layer]].shape.window
         self.is_sliding = window is not None
         if window is not None:
             self.sliding_window = window
