@@ -17,7 +17,7 @@ from torch import Tensor
 
 from pageforge import ops
 from pageforge.batch import SequenceBatch
-from pageforge.geometry import pages_for
+from pageforge.geometry import ceil_div, pages_for
 from pageforge.ops import DecodePlan
 from pageforge.pool import PagePool
 
@@ -28,7 +28,7 @@ WARM_UPS = 2
 def bucket(num_rows: int) -> int:
     """How many rows to capture for `num_rows`: at most a quarter more, so that few graphs do."""
     step = 1 << max(0, num_rows.bit_length() - 3)
-    return -(-num_rows // step) * step
+    return ceil_div(num_rows, step) * step
 
 
 class StepInputs:

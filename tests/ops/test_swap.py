@@ -65,6 +65,7 @@ def test_round_trips(swap_out, swap_in, ids: list[int]) -> None:
 def test_any_size_of_the_staging_buffer(staging: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Down to one page at a time, and with a rest."""
     monkeypatch.setattr(swap, "STAGING_BYTES", staging)
+    monkeypatch.setattr(swap, "DIRECT_BYTES", 0)  # else so little would need no buffer
     for ids in ID_LISTS:
         check_round_trip(launch_swap_out, launch_swap_in, 16, torch.float32, ids)
 

@@ -23,8 +23,8 @@ from pageforge.cli import options
 from pageforge.cli.models import DeviceError, check_device
 from pageforge.cli.output import stderr, stdout
 
-KERNEL_SECONDS, DECODE_SECONDS = 290.0, 290.0
-"""Budgets that fit a short lease."""
+SECONDS = 290.0
+"""A budget that fits a short lease."""
 
 CPU_MODEL, CPU_STEPS = "tiny", 8
 QUICK_STEPS = 60
@@ -51,6 +51,9 @@ Commit = Annotated[
     ),
 ]
 Quick = Annotated[bool, options.flag("--quick", help="A few shapes, few repeats.", panel=WHAT)]
+Seconds = Annotated[
+    float, options.option("--seconds", help="Begin no case after this time.", panel=WHAT, min=0)
+]
 
 
 def register(app: typer.Typer) -> None:
@@ -93,10 +96,7 @@ def kernels(
         ),
     ] = None,
     quick: Quick = False,
-    seconds: Annotated[
-        float,
-        options.option("--seconds", help="Begin no case after this time.", panel=WHAT, min=0),
-    ] = KERNEL_SECONDS,
+    seconds: Seconds = SECONDS,
     out: Out = None,
     commit: Commit = None,
 ) -> None:
@@ -172,10 +172,7 @@ def decode(
         ),
     ] = None,
     quick: Quick = False,
-    seconds: Annotated[
-        float,
-        options.option("--seconds", help="Begin no case after this time.", panel=WHAT, min=0),
-    ] = DECODE_SECONDS,
+    seconds: Seconds = SECONDS,
     out: Out = None,
     commit: Commit = None,
 ) -> None:

@@ -13,6 +13,7 @@ from rich.text import Text
 
 from pageforge.cli.demo_show import Member, State
 from pageforge.cli.output import printable, ranges, size
+from pageforge.geometry import ceil_div
 from pageforge.pool import PagePool, PoolStats
 
 COLOURS = (
@@ -197,7 +198,7 @@ class Screen:
 
     def _num_lines(self, frame: Frame, width: int, cell: tuple[int, int]) -> int:
         columns = max(1, width // cell[0])
-        return sum(-(-grid.pages_total // columns) for grid in frame.grids) * cell[1]
+        return sum(ceil_div(grid.pages_total, columns) for grid in frame.grids) * cell[1]
 
     def _grid_lines(
         self, grid: Grid, width: int, rows: int, size: tuple[int, int] = (3, 1)

@@ -13,6 +13,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from pageforge.cli.prompts import encode
 from pageforge.errors import OutOfPages
+from pageforge.geometry import pages_for
 from pageforge.hf.cache import PagedKVCache
 from pageforge.memory import PageTable
 from pageforge.pool import PagePool
@@ -127,7 +128,7 @@ def _batch(
 
 def most_pages(batch: Sequence[Member], page_size: int) -> int:
     """Pages that a batch fills in a group if all of its sequences live at once."""
-    return sum(-(-(len(m.prompt) + m.max_new_tokens) // page_size) for m in batch)
+    return sum(pages_for(len(m.prompt) + m.max_new_tokens, page_size) for m in batch)
 
 
 class Show:

@@ -16,6 +16,7 @@ from pageforge.cli.demo_screen import Cell, Grid, Screen
 from pageforge.cli.output import print_json, progress, stdout
 from pageforge.cli.settings import resolve
 from pageforge.errors import OutOfPages
+from pageforge.geometry import pages_for
 from pageforge.memory import PageAllocator, PageTable
 
 SPREAD = 1.0
@@ -116,9 +117,10 @@ def simulate(
     """
     settings = resolve(page_size=page_size)
     size = settings.page_size
-    if -(-reserve // size) > pages:
+    needed = pages_for(reserve, size)
+    if needed > pages:
         raise typer.BadParameter(
-            f"a sequence of {reserve} tokens needs {-(-reserve // size)} pages of {size}, the pool "
+            f"a sequence of {reserve} tokens needs {needed} pages of {size}, the pool "
             f"has {pages}: raise --pages or lower --reserve"
         )
     requests = workload(sequences, prompt, reply, reserve, rate, seed)

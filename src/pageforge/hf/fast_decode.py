@@ -284,8 +284,8 @@ class FastDecode:
         except Exception as error:  # whatever a model does that a graph cannot repeat
             logger.debug("fast_decode: capture failed", exc_info=True)
             return f"a step cannot be captured: {error}"
-        if state.change() is not None:
-            return f"{state.change()} in each forward"
+        if (change := state.change()) is not None:
+            return f"{change} in each forward"
         self._state = self._state or state
         self.num_captures += 1
         self._num_repaid = 0

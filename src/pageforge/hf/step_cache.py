@@ -57,28 +57,21 @@ class StepCache(Cache):
         key: Tensor,  # [S, Hkv, 1, Dk]
         value: Tensor,  # [S, Hkv, 1, Dv]
         *,
-        scale: float,
         window: int | None,
-        softcap: float | None,
-        sinks: Tensor | None,  # [Hq]
+        **options: Any,
     ) -> Tensor:  # [S, 1, Hq, Dv]
-        """Write the step's tokens of a layer and attend to all of it."""
-        inputs, group = self.inputs, self.group_of[layer]
-        key_pages, value_pages = inputs.layer(layer)
+        """Write the step's tokens of a layer and attend to all of it; `options`: of the op."""
+        key_pages, value_pages, page_table, shared = self._inputs_of(layer, window)
         out = ops.write_and_attend(
             query.squeeze(2),
             key.squeeze(2),
             value.squeeze(2),
             key_pages,
             value_pages,
-            inputs.page_tables[group],
-            inputs.seq_lens,
-            scale=scale,
-            window=window,
-            softcap=softcap,
-            sinks=sinks,
-            starts=inputs.starts,
-            plan=inputs.plan(group, window),
+            page_table,
+            self.inputs.seq_lens,
+            **shared,
+            **options,
         )
         return out.unsqueeze(1)
 
@@ -87,30 +80,32 @@ class StepCache(Cache):
         layer: int,
         query: Tensor,  # [S, Hq, 1, Dk]
         *,
-        scale: float,
         window: int | None,
-        softcap: float | None,
-        sinks: Tensor | None,  # [Hq]
+        **options: Any,
     ) -> Tensor:  # [S, 1, Hq, Dv]
         """Attend to a layer whose tokens were written before: some models share K/V of layers."""
-        inputs, group = self.inputs, self.group_of[layer]
-        key_pages, value_pages = inputs.layer(layer)
+        key_pages, value_pages, page_table, shared = self._inputs_of(layer, window)
         out = ops.attend(
             query.squeeze(2),
             key_pages,
             value_pages,
-            inputs.page_tables[group],
-            inputs.seq_lens,
-            inputs.cu_query_lens,
+            page_table,
+            self.inputs.seq_lens,
+            self.inputs.cu_query_lens,
             max_query_len=1,
-            scale=scale,
-            window=window,
-            softcap=softcap,
-            sinks=sinks,
-            starts=inputs.starts,
-            plan=inputs.plan(group, window),
+            **shared,
+            **options,
         )
         return out.unsqueeze(1)
+
+    def _inputs_of(
+        self, layer: int, window: int | None
+    ) -> tuple[Tensor, Tensor, Tensor, dict[str, Any]]:
+        """K and V pages of a layer, its page table, and what else both ops take from the step."""
+        inputs, group = self.inputs, self.group_of[layer]
+        plan = inputs.plan(group, window)
+        shared = {"window": window, "starts": inputs.starts, "plan": plan}
+        return *inputs.layer(layer), inputs.page_tables[group], shared
 
     # What the mask function asks of the state of a cache.
 

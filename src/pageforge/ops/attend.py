@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from pageforge.errors import ShapeError, expected
+from pageforge.geometry import PAGE_SIZES
 from pageforge.ops import kernels, plan, reference
 from pageforge.ops.checks import check_layer, check_same_device, shape
 from pageforge.ops.decode import attend_decode
@@ -18,9 +19,6 @@ from pageforge.ops.prefill import attend_prefill
 
 HEAD_DIMS = range(16, 257)
 """Of K and V, that the kernels serve."""
-
-PAGE_SIZES = (8, 16, 32, 64, 128, 256)
-"""Tokens a page, that the kernels serve."""
 
 MAX_ROWS = 32768
 """A plan is made by one program, which holds a number of each row."""

@@ -29,6 +29,9 @@ MERGED_BYTES = 10 << 10
 MERGED_AT_ONCE = 2048
 """Elements of pieces that a merging program holds: 32 registers a thread of two warps."""
 
+MERGED_PIECES = 32
+"""Pieces that one program of the merging kernel holds."""
+
 MERGED_DIMS = 32
 """Dims of the output that one program of the merging kernel merges: few, since a long row has
 hundreds of pieces."""
@@ -129,8 +132,8 @@ def attend_decode(
             device,
             (num_rows, num_heads, ceil_div(value_dim, MERGED_DIMS)),
             (found, plan.table, cu_query_lens, sinks, out, lse, *sizes),
-            {"HEADS": num_heads, "VALUE_DIM": value_dim, "PIECES": 32, "DIMS": MERGED_DIMS}
-            | {"HEAD": HEADER, "CHAINED": constants["CHAINED"]},
+            {"HEADS": num_heads, "VALUE_DIM": value_dim, "PIECES": MERGED_PIECES}
+            | {"DIMS": MERGED_DIMS, "HEAD": HEADER, "CHAINED": constants["CHAINED"]},
             _chain(device) | {"num_warps": 1},
         )
 

@@ -87,7 +87,7 @@ def launch_swap_out(pages: Tensor, page_ids: Tensor, host: Tensor) -> None:
             host[row : row + count].copy_(pages[page : page + count], non_blocking=True)
         return
     buffer, ids = staging
-    if host.nbytes <= DIRECT_BYTES:
+    if buffer is None:
         launch_copy(pages, host, ids, None, len(ids))
         return
     for row in range(0, len(ids), len(buffer)):
@@ -105,7 +105,7 @@ def launch_swap_in(host: Tensor, pages: Tensor, page_ids: Tensor) -> None:
             pages[page : page + count].copy_(host[row : row + count], non_blocking=True)
         return
     buffer, ids = staging
-    if host.nbytes <= DIRECT_BYTES:
+    if buffer is None:
         launch_copy(host, pages, None, ids, len(ids))
         return
     for row in range(0, len(ids), len(buffer)):
@@ -123,19 +123,20 @@ def _runs(ids: Sequence[int]) -> Iterator[tuple[int, int, int]]:
             first = row
 
 
-def _staging(pages: Tensor, page_ids: Tensor, num_runs: int) -> tuple[Tensor, Tensor] | None:
+def _staging(pages: Tensor, page_ids: Tensor, num_runs: int) -> tuple[Tensor | None, Tensor] | None:
     """(buffer `[rows, page elements]`, ids on the device), or None to do without.
 
-    One buffer is enough: on one stream, who fills it again waits for the copy before.
+    For little there is no buffer either. One is enough: on one stream, who fills it again waits for
+    the copy before.
     """
     page_bytes = pages.shape[1] * pages.element_size()
-    if len(page_ids) * page_bytes >= num_runs * LONG_RUN_BYTES:
+    total = len(page_ids) * page_bytes
+    if total >= num_runs * LONG_RUN_BYTES:
         return None
     rows = min(len(page_ids), max(1, STAGING_BYTES // page_bytes))
-    if len(page_ids) * page_bytes <= DIRECT_BYTES:
-        rows = 0
     try:
-        return pages.new_empty(rows, pages.shape[1]), ids_on_device(page_ids, pages.device)
+        buffer = None if total <= DIRECT_BYTES else pages.new_empty(rows, pages.shape[1])
+        return buffer, ids_on_device(page_ids, pages.device)
     except RuntimeError:  # no memory: a swap is there to make room. Runs can do without any
         return None
 
