@@ -177,10 +177,10 @@ class Step:
         lse = self.query.new_full((rows, num_heads), torch.nan, dtype=torch.float32)
         options = {n: v for n, v in self.options.items() if n not in ("window", "starts")}
         new_key, new_value = new or (None, None)
+        table, max_pieces, _, _ = plan or self.cut(batch_invariant=batch_invariant)
         attend_decode(
             *(self.query, self.key_pages, self.value_pages, self.page_table),
-            plan or self.cut(batch_invariant=batch_invariant),
-            out,
+            *(table, max_pieces, out),
             scale=self.scale,
             seq_lens=self.seq_lens,
             lse=lse,
@@ -193,16 +193,13 @@ class Step:
 
     def want(self) -> tuple[Tensor, Tensor]:
         """The answer in float64. (A weight of 0 times NaN is NaN there: the NaN are taken out.)"""
-        options = dict(self.options)
-        if "starts" in options:
-            options["starts"] = options["starts"].minimum(self.seq_lens)
         return reference.attend(
             self.query.double(),
             self.key_pages.nan_to_num(0),
             self.value_pages.nan_to_num(0),
             *(self.page_table, self.seq_lens, self.cu_query_lens),
             scale=self.scale,
-            **options,
+            **self.options,
         )
 
     def check(self, out: Tensor, lse: Tensor | None = None) -> None:

@@ -114,6 +114,46 @@ def test_on_the_cpu_there_is_nothing_to_plan() -> None:
         ops.plan_decode(step.seq_lens.long(), step.page_table, step.key_pages)
 
 
+@pytest.mark.parametrize("op", ["attend", "write_and_attend"])
+@pytest.mark.parametrize(
+    ("other", "says"),
+    [
+        ({"lengths": [9, 3, 1]}, "num_rows=2"),
+        ({"window": 5}, "window=None"),
+        ({"heads": (4, 1)}, "num_kv_heads=2"),
+        ({"dims": (32, 16)}, "key_dim=16"),
+        ({"dtype": torch.float16}, "dtype=torch.float32"),
+        ({"spare": 7}, "max_seq_len=24"),
+        ({"starts": [1, 0]}, "one made with the tensor that is passed as starts"),
+        ({"batch_invariant": True}, "batch_invariant=False"),
+    ],
+    ids=str,
+)
+def test_a_plan_made_for_something_else(op: str, other: dict[str, Any], says: str) -> None:
+    """It would cut rows where they are not, and give a wrong answer without a word."""
+    pytest.importorskip("triton")
+    step = make_step([9, 3])
+    new = step.take_newest()
+    cut = {name: other[name] for name in other.keys() & {"batch_invariant"}}
+    made = {"lengths": [9, 3]} | {name: other[name] for name in other.keys() - cut.keys()}
+    plan = make_step(**made).cut(**cut)
+    before = step.store.clone()
+    with pytest.raises(ShapeError, match=f"plan: expected .*{says}.*, got .*; ") as raised:
+        if op == "write_and_attend":
+            write_and_attend(step, new, plan=plan)
+        else:
+            ops.attend(
+                *(step.query, step.key_pages, step.value_pages, step.page_table, step.seq_lens),
+                step.cu_query_lens,
+                max_query_len=1,
+                scale=step.scale,
+                plan=plan,
+            )
+    assert "\n" not in str(raised.value)
+    assert torch.equal(bits(step.store), bits(before)), "nothing was written"
+    step.check(write_and_attend(step, new, plan=step.cut()))
+
+
 # --- what torch knows of them ---------------------------------------------------------------------
 
 
@@ -212,6 +252,10 @@ WRONG: list[tuple[str, Any, str]] = [
     ("alibi_slopes", lambda t: torch.zeros(4, 1), r"alibi_slopes: expected \[4\]"),
     ("alibi_slopes", lambda t: torch.zeros(4).int(), r"alibi_slopes: expected .*floating.*int32"),
     ("window", lambda t: 0, "window: expected 1 or more, got 0; a token sees itself at least"),
+    ("scale", lambda t: 0.0, r"scale: expected a positive number, got 0.0; 1 / sqrt"),
+    ("scale", lambda t: math.nan, "scale: expected a positive number, got nan"),
+    ("scale", lambda t: math.inf, "scale: expected a positive number, got inf"),
+    ("softcap", lambda t: -3.0, "softcap: expected a positive number, got -3.0; None is no cap"),
 ]
 
 WRONG_NEW: list[tuple[str, Any, str]] = [
@@ -229,7 +273,7 @@ WRONG_NEW: list[tuple[str, Any, str]] = [
 WRONG_QUERIES: list[tuple[str, Any, str]] = [
     ("cu_query_lens", lambda t: t[:2], r"cu_query_lens: expected \[3\] torch.int32, got \[2\]"),
     ("cu_query_lens", lambda t: t.long(), r"cu_query_lens: expected \[3\] torch.int32, got .*64"),
-    ("plan", lambda t: (t, 1), "plan: expected None with max_query_len 2, got one; a plan is for"),
+    ("plan", lambda t: (t, 1), "plan: expected none with max_query_len=2, got one; a plan is for"),
 ]
 
 

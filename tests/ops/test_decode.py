@@ -260,7 +260,7 @@ def test_only_rows_of_one_query(merged_bytes: int, cut_into: Any) -> None:
     cut_into(5, merged_bytes)
     step = make_step([150, 20, 0, 70, 9])
     bounds = torch.tensor([0, 1, 4, 5, 5, 6], dtype=torch.int32)
-    made = step.cut(cu_query_lens=bounds)
+    table, max_pieces, _, _ = step.cut(cu_query_lens=bounds)
     query = torch.randn(7, *step.query.shape[1:])
     served = {0: 0, 2: 4, 4: 5}  # row: token
     for row, token in served.items():
@@ -268,7 +268,7 @@ def test_only_rows_of_one_query(merged_bytes: int, cut_into: Any) -> None:
     out = torch.full((7, 4, 16), 77.0)
     lse = torch.full((7, 4), 77.0)
     decode.attend_decode(
-        *(query, step.key_pages, step.value_pages, step.page_table, made, out),
+        *(query, step.key_pages, step.value_pages, step.page_table, table, max_pieces, out),
         scale=step.scale,
         cu_query_lens=bounds,
         lse=lse,

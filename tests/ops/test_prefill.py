@@ -284,6 +284,19 @@ def test_a_group_of_heads_wider_than_a_program() -> None:
     batch.check(batch.run())
 
 
+@pytest.mark.parametrize("more", [{}, {"window": 9}, {"starts": [0, 3, 0]}], ids=str)
+@pytest.mark.parametrize("length", [25, 40, 300])
+def test_a_row_longer_than_its_pages_gives_nan(length: int, more: dict[str, Any]) -> None:
+    """And reads none: behind its own in the table are another row's, and in the end nobody's."""
+    batch = make_batch([(3, 12), (4, 24), (2, 18)], spare=0, **more)
+    want, want_lse = batch.run()
+    batch.seq_lens[1] = length
+    out, lse = batch.run()
+    assert bool(out[3:7].isnan().all() and lse[3:7].isnan().all())
+    others = [0, 1, 2, 7, 8]
+    assert torch.equal(out[others], want[others]) and torch.equal(lse[others], want_lse[others])
+
+
 def test_nothing_to_do() -> None:
     batch = make_batch([(0, 4), (0, 0)])
     batch.check(batch.run())
@@ -322,5 +335,5 @@ def test_any_batch(
 @pytest.mark.parametrize("width", [2, 4])
 def test_a_program_holds_whole_queries_on_every_device(dim: int, width: int) -> None:
     for capability in ((7, 5), (8, 0), (8, 6), (9, 0), (10, 0), (12, 0)):
-        options = prefill._options(dim, width, capability)
-        assert options.pairs >= max(q // kv for q, kv in RATIOS)
+        tiling = prefill._tiling(dim, width, capability)
+        assert tiling.pairs >= max(q // kv for q, kv in RATIOS)

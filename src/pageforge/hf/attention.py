@@ -21,7 +21,7 @@ from pageforge.hf.dense_attention import dense_attention
 from pageforge.hf.mask import LazyMask, pageforge_mask
 from pageforge.hf.new_tokens import NewTokens, tokens_of
 from pageforge.hf.step_cache import STEP_ARGUMENT, StepCache
-from pageforge.ops.attend import HEAD_DIMS
+from pageforge.ops import HEAD_DIMS
 
 logger = logging.get_logger(__name__)  # transformers': with `warning_once`
 

@@ -1,6 +1,6 @@
 """Tensor operations on pages. They know no sequence and no model."""
 
-from pageforge.ops.attend import attend, attend_with_lse, plan_decode, write_and_attend
+from pageforge.ops.attend import HEAD_DIMS, attend, attend_with_lse, plan_decode, write_and_attend
 from pageforge.ops.copy import copy_pages
 from pageforge.ops.gather import gather_kv
 from pageforge.ops.plan import DecodePlan
@@ -8,6 +8,7 @@ from pageforge.ops.swap import swap_in, swap_out
 from pageforge.ops.write import write_kv
 
 __all__ = [
+    "HEAD_DIMS",
     "DecodePlan",
     "attend",
     "attend_with_lse",

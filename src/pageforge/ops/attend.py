@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any, NamedTuple
 
 import torch
@@ -14,7 +15,7 @@ from pageforge.ops.checks import check_layer, check_same_device, shape
 from pageforge.ops.decode import attend_decode
 from pageforge.ops.dense import attend_dense, write_and_attend_dense
 from pageforge.ops.library import register
-from pageforge.ops.plan import DecodePlan
+from pageforge.ops.plan import DecodePlan, Purpose
 from pageforge.ops.prefill import attend_prefill
 
 HEAD_DIMS = range(16, 257)
@@ -22,9 +23,6 @@ HEAD_DIMS = range(16, 257)
 
 MAX_ROWS = 32768
 """A plan is made by one program, which holds a number of each row."""
-
-NO_PLAN = (None, 0)
-"""In place of a DecodePlan: the op makes one, where it needs one."""
 
 _RESHAPE = "reshape it, or call .contiguous()"
 
@@ -70,9 +68,11 @@ def attend(
     options = Options(scale, window, softcap, sinks, alibi_slopes, starts)
     _check(query, key_pages, value_pages, page_table, seq_lens, options)
     _check_ints("cu_query_lens", cu_query_lens, (seq_lens.shape[0] + 1,), key_pages)
-    if plan is not None and max_query_len > 1:
-        fix = "a plan is for a batch of which every row has one query"
-        raise ShapeError(expected("plan", f"None with max_query_len {max_query_len}", "one", fix))
+    if plan is not None:
+        if max_query_len > 1:
+            fix = "a plan is for a batch of which every row has one query"
+            raise ShapeError(expected("plan", f"none with {max_query_len=}", "one", fix))
+        _check_plan(plan, page_table, key_pages, options, batch_invariant)
     out, _ = _attend(
         query,
         key_pages,
@@ -83,7 +83,7 @@ def attend(
         max_query_len,
         False,
         batch_invariant,
-        *(plan or NO_PLAN),
+        *_parts(plan),
         *options,
     )
     return out
@@ -120,7 +120,7 @@ def attend_with_lse(
         max_query_len,
         True,
         batch_invariant,
-        *NO_PLAN,
+        *_parts(None),
         *options,
     )
     return out, lse
@@ -158,6 +158,8 @@ def write_and_attend(
     if check:
         _check(query, key_pages, value_pages, page_table, seq_lens, options)
         _check_new(query, key, value, key_pages, value_pages, seq_lens.shape[0])
+        if plan is not None:
+            _check_plan(plan, page_table, key_pages, options, batch_invariant)
     arguments = (
         query,
         key,
@@ -167,7 +169,7 @@ def write_and_attend(
         page_table,
         seq_lens,
         batch_invariant,
-        *(plan or NO_PLAN),
+        *_parts(plan),
         *options,
     )
     if type(query) is not Tensor or torch.compiler.is_compiling():
@@ -196,6 +198,11 @@ def plan_decode(
     return _plan(seq_lens, page_table, key_pages, window, starts, None, batch_invariant)
 
 
+def _parts(plan: DecodePlan | None) -> tuple[Tensor | None, int]:
+    """What the ops take of a plan; without one they make it themselves."""
+    return (None, 0) if plan is None else (plan.table, plan.max_pieces)
+
+
 def _check(
     query: Tensor,
     key_pages: Tensor,
@@ -214,6 +221,8 @@ def _check(
     if query.stride(2) != 1:
         raise ShapeError(expected("query", "last stride 1", query.stride(), _RESHAPE))
     check_same_device("query", query, key_pages)
+    _check_positive("scale", options.scale, "1 / sqrt(head dim), say")
+    _check_positive("softcap", options.softcap, "None is no cap")
     _check_rows(page_table, seq_lens, options.starts, options.window, key_pages)
     if options.sinks is not None:
         _check_of_head("sinks", options.sinks, query.shape[1], key_pages)
@@ -279,6 +288,38 @@ def _check_rows(
     if window is not None and window < 1:
         fix = "a token sees itself at least; None is no window"
         raise ShapeError(expected("window", "1 or more", window, fix))
+
+
+def _check_positive(name: str, number: float | None, fix: str) -> None:
+    if number is not None and not 0 < number < math.inf:  # which NaN is not either
+        raise ShapeError(expected(name, "a positive number", number, fix))
+
+
+def _check_plan(
+    plan: DecodePlan,
+    page_table: Tensor,
+    key_pages: Tensor,
+    options: Options,
+    batch_invariant: bool,
+) -> None:
+    num_rows, num_pages = page_table.shape
+    _, num_kv_heads, page_size, key_dim = key_pages.shape
+    purpose = Purpose(
+        num_rows,
+        num_kv_heads,
+        key_dim,
+        key_pages.dtype,
+        num_pages * page_size,
+        options.window,
+        batch_invariant,
+    )
+    if plan.purpose != purpose:
+        fix = "call plan_decode() for these rows, pages and options"
+        raise ShapeError(expected("plan", f"one for {purpose}", plan.purpose, fix))
+    if plan.starts is not options.starts:
+        want = "one made with the tensor that is passed as starts"
+        fix = "pass the same to plan_decode() and here"
+        raise ShapeError(expected("plan", want, "one made with another, or with none", fix))
 
 
 def _check_of_head(name: str, of_head: Tensor, num_heads: int, pages: Tensor) -> None:
@@ -375,12 +416,8 @@ def _attend_cuda(
             **meaning._asdict(),
         )
     if max_query_len == 1 or not alone:
-        attend_decode(
-            query,
-            key_pages,
-            value_pages,
-            page_table,
-            _plan(
+        if plan_table is None:
+            plan_table, max_pieces, _, _ = _plan(
                 seq_lens,
                 page_table,
                 key_pages,
@@ -389,8 +426,13 @@ def _attend_cuda(
                 cu_query_lens,
                 batch_invariant,
             )
-            if plan_table is None
-            else DecodePlan(plan_table, max_pieces),
+        attend_decode(
+            query,
+            key_pages,
+            value_pages,
+            page_table,
+            plan_table,
+            max_pieces,
             out,
             scale=meaning.scale,
             softcap=meaning.softcap,
@@ -454,14 +496,17 @@ def _write_and_attend_cuda(
 ) -> Tensor:
     scale, window, softcap, sinks, alibi_slopes, starts = options
     out = query.new_empty(query.shape[0], query.shape[1], value_pages.shape[3])
+    if plan_table is None:
+        plan_table, max_pieces, _, _ = _plan(
+            seq_lens, page_table, key_pages, window, starts, None, batch_invariant
+        )
     attend_decode(
         query,
         key_pages,
         value_pages,
         page_table,
-        _plan(seq_lens, page_table, key_pages, window, starts, None, batch_invariant)
-        if plan_table is None
-        else DecodePlan(plan_table, max_pieces),
+        plan_table,
+        max_pieces,
         out,
         scale=scale,
         softcap=softcap,

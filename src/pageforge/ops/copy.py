@@ -145,7 +145,7 @@ def launch_copy_pages(pages: Tensor, source: Tensor, target: Tensor) -> None:
     _check_pairs(pages, source, target)
     try:
         ids = ids_on_device(torch.stack((source, target)), pages.device)
-    except RuntimeError:  # no memory for the ids; if it was something else, this raises it again
+    except torch.OutOfMemoryError:
         # The tables name the targets already: the copy must be made with what memory there is.
         reference.copy_pages(pages, source, target)
         return

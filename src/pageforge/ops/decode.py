@@ -17,7 +17,7 @@ from pageforge.geometry import ceil_div
 from pageforge.ops import kernels
 from pageforge.ops.kernels import LOG2E, jit, tl, triton
 from pageforge.ops.launch import Launcher, misaligned
-from pageforge.ops.plan import HEADER, INVARIANT_PIECES, PIECE, DecodePlan, tiling_for
+from pageforge.ops.plan import HEADER, INVARIANT_PIECES, PIECE, tiling_for
 
 if kernels.AVAILABLE:
     from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
@@ -42,7 +42,8 @@ def attend_decode(
     key_pages: Tensor,  # [N, Hkv, P, Dk]
     value_pages: Tensor,  # [N, Hkv, P, Dv]
     page_table: Tensor,  # [S, M] int32
-    plan: DecodePlan,
+    plan_table: Tensor,  # and the next: of a DecodePlan
+    max_pieces: int,
     out: Tensor,  # [T, Hq, Dv], written
     *,
     scale: float,
@@ -72,9 +73,9 @@ def attend_decode(
     if new_key is not None and new_value is not None:
         accessed += (new_key, new_value)
         new = new_key.stride(), new_value.stride(), new_key.dtype, new_value.dtype
-    merges = plan.max_pieces > num_rows
+    merges = max_pieces > num_rows
     # Where other rows must not matter, not even the longest's length, which is in `max_pieces`.
-    per_row = INVARIANT_PIECES if batch_invariant else ceil_div(plan.max_pieces, num_rows)
+    per_row = INVARIANT_PIECES if batch_invariant else ceil_div(max_pieces, num_rows)
     merges_inside = per_row * group * value_dim * 4 <= MERGED_BYTES
     variant = (
         query.shape[1:],
@@ -96,13 +97,13 @@ def attend_decode(
     )
     constants, options = _variant(variant, device)
     found = query.new_empty(
-        plan.max_pieces * num_heads * (value_dim + 1) if merges else 0, dtype=torch.float32
+        max_pieces * num_heads * (value_dim + 1) if merges else 0, dtype=torch.float32
     )
-    sizes = (num_rows, plan.max_pieces * num_heads * value_dim)
+    sizes = (num_rows, max_pieces * num_heads * value_dim)
     _launch_decode(
         variant,
         device,
-        (plan.max_pieces * num_kv_heads, 1, 1),
+        (max_pieces * num_kv_heads, 1, 1),
         (
             query,
             key_pages,
@@ -112,7 +113,7 @@ def attend_decode(
             page_table,
             seq_lens if alibi_slopes is not None else None,
             cu_query_lens,
-            plan.table,
+            plan_table,
             sinks,
             alibi_slopes,
             out,
@@ -131,7 +132,7 @@ def attend_decode(
             variant,
             device,
             (num_rows, num_heads, ceil_div(value_dim, MERGED_DIMS)),
-            (found, plan.table, cu_query_lens, sinks, out, lse, *sizes),
+            (found, plan_table, cu_query_lens, sinks, out, lse, *sizes),
             {"HEADS": num_heads, "VALUE_DIM": value_dim, "PIECES": MERGED_PIECES}
             | {"DIMS": MERGED_DIMS, "HEAD": HEADER, "CHAINED": constants["CHAINED"]},
             _chain(device) | {"num_warps": 1},

@@ -42,6 +42,18 @@ class Tiling(NamedTuple):
     per_processor: int  # programs that fit on a multiprocessor at a time
 
 
+class Purpose(NamedTuple):
+    """What a plan is made for, beside its rows' lengths and padding."""
+
+    num_rows: int
+    num_kv_heads: int
+    key_dim: int
+    dtype: torch.dtype
+    max_seq_len: int
+    window: int | None
+    batch_invariant: bool
+
+
 class DecodePlan(NamedTuple):
     """The pieces of a decode step.
 
@@ -52,6 +64,8 @@ class DecodePlan(NamedTuple):
 
     table: Tensor
     max_pieces: int  # what the number of pieces cannot exceed
+    purpose: Purpose
+    starts: Tensor | None  # [S] int32, the padding that it was made with
 
 
 def plan_decode(
@@ -111,7 +125,8 @@ def plan_decode(
         },
         {"num_warps": 4},
     )
-    return DecodePlan(table, max_pieces)
+    purpose = Purpose(num_rows, num_kv_heads, key_dim, dtype, max_seq_len, window, batch_invariant)
+    return DecodePlan(table, max_pieces, purpose, starts)
 
 
 @functools.cache

@@ -41,10 +41,10 @@ def attend_prefill(
 ) -> None:
     """Causal attention of a ragged batch over pages, into `out`; `reference.attend` is the meaning.
 
-    Rows of fewer than `min_query_len` queries are left as they are, and so are the tokens before
-    `cu_query_lens[0]` and from `cu_query_lens[-1]` on: a batch may be padded, or a slice of the
-    rows be given. (A row that is left costs a program for each KV head: where the host knows which
-    rows those are, a slice without them is cheaper.)
+    A row longer than its pages gives NaN. Rows of fewer than `min_query_len` queries are left as
+    they are, and so are the tokens before `cu_query_lens[0]` and from `cu_query_lens[-1]` on: a
+    batch may be padded, or a slice of the rows be given. (A row that is left costs a program for
+    each KV head: where the host knows which rows those are, a slice without them is cheaper.)
 
     `scale` is positive. `query`, `out` and `page_table` are dense in the last dim, the pages in the
     last three, `lse` in all. K and V of another dtype are cast to the query's as they are read.
@@ -57,12 +57,12 @@ def attend_prefill(
         return
     key_pad, value_pad = _padded(key_dim), _padded(value_dim)
     width = max(query.element_size(), key_pages.element_size())
-    options = _options(max(key_pad, value_pad), width, _capability(query.device))
+    tiling = _tiling(max(key_pad, value_pad), width, _capability(query.device))
     group = num_heads // num_kv_heads
     # A group wider than a program is shared out evenly among several.
-    parts = ceil_div(group, options.pairs)
+    parts = ceil_div(group, tiling.pairs)
     pack = ceil_div(group, parts)
-    queries = options.pairs // pack
+    queries = tiling.pairs // pack
     # Scores in base 2 are `factor * raw`, where raw is q . K or, capped, its tanh.
     factor = (scale if softcap is None else softcap) * LOG2E.value
     cap_factor = None if softcap is None else 2 * LOG2E.value * scale / softcap
@@ -81,6 +81,7 @@ def attend_prefill(
             out,
             lse,
             num_rows,
+            page_table.shape[1] * page_size,
             min_query_len,
             factor,
             cap_factor,
@@ -96,51 +97,53 @@ def attend_prefill(
             GROUP=group,
             PACK=pack,
             QUERIES=queries,
-            PAIRS=options.pairs,
-            TILE=options.tile,
+            PAIRS=tiling.pairs,
+            TILE=tiling.tokens,
             PAGE=page_size,
             KEY_DIM=key_dim,
             KEY_PAD=key_pad,
             VALUE_DIM=value_dim,
             VALUE_PAD=value_pad,
-            num_warps=options.num_warps,
-            num_stages=options.num_stages,
+            num_warps=tiling.num_warps,
+            num_stages=tiling.num_stages,
         )
 
 
-class _Options(NamedTuple):
+class _Tiling(NamedTuple):
+    """How a program is cut."""
+
     pairs: int  # (query, head) pairs of a program
-    tile: int  # tokens that it reads at a time
+    tokens: int  # in a tile, which it reads at a time
     num_warps: int
     num_stages: int
 
 
-def _options(dim: int, width: int, capability: tuple[int, int] | None) -> _Options:
+def _tiling(dim: int, width: int, capability: tuple[int, int] | None) -> _Tiling:
     """How a program is cut, by padded head dim, bytes an element and device.
 
     Compute capability 9.0 is cut as measured; elsewhere this is what shared memory can hold.
     """
     if capability is None:
-        return _Options(pairs=16, tile=16, num_warps=1, num_stages=1)  # the interpreter
+        return _Tiling(pairs=16, tokens=16, num_warps=1, num_stages=1)  # the interpreter
     wide = dim > 128
     if width == 4:  # no matrix units: exact products of float32
         if wide:
-            return _Options(pairs=32, tile=16, num_warps=4, num_stages=1)
-        return _Options(pairs=32, tile=32, num_warps=4, num_stages=2)
+            return _Tiling(pairs=32, tokens=16, num_warps=4, num_stages=1)
+        return _Tiling(pairs=32, tokens=32, num_warps=4, num_stages=2)
     if capability[0] == 9:
         # A wgmma takes 64 pairs from each group of 4 warps. The best of nine on an H200.
         if dim <= 64:
-            return _Options(pairs=64, tile=64, num_warps=4, num_stages=3)
+            return _Tiling(pairs=64, tokens=64, num_warps=4, num_stages=3)
         if wide:
-            return _Options(pairs=128, tile=64, num_warps=8, num_stages=2)
-        return _Options(pairs=128, tile=128, num_warps=8, num_stages=3)
+            return _Tiling(pairs=128, tokens=64, num_warps=8, num_stages=2)
+        return _Tiling(pairs=128, tokens=128, num_warps=8, num_stages=3)
     if capability >= (8, 0):
         if wide:
-            return _Options(pairs=64, tile=32, num_warps=4, num_stages=2)
-        return _Options(pairs=64, tile=64, num_warps=4, num_stages=3)
+            return _Tiling(pairs=64, tokens=32, num_warps=4, num_stages=2)
+        return _Tiling(pairs=64, tokens=64, num_warps=4, num_stages=3)
     if wide:
-        return _Options(pairs=32, tile=16, num_warps=4, num_stages=1)
-    return _Options(pairs=64, tile=32, num_warps=4, num_stages=1)
+        return _Tiling(pairs=32, tokens=16, num_warps=4, num_stages=1)
+    return _Tiling(pairs=64, tokens=32, num_warps=4, num_stages=1)
 
 
 @functools.cache
@@ -154,7 +157,7 @@ def _padded(dim: int) -> int:
     return max(16, triton.next_power_of_2(dim))
 
 
-@jit(do_not_specialize=["num_rows", "min_query_len", "window", "page_table_row"])
+@jit(do_not_specialize=["num_rows", "max_seq_len", "min_query_len", "window", "page_table_row"])
 def _prefill_kernel(
     q_ptr,  # [T, Hq, Dk]
     k_ptr,  # [N, Hkv, P, Dk]
@@ -168,6 +171,7 @@ def _prefill_kernel(
     out_ptr,  # [T, Hq, Dv]
     lse_ptr,  # [T, Hq] float32 or None
     num_rows,
+    max_seq_len,
     min_query_len,
     factor,  # from a raw score to base 2
     cap_factor,  # 2 log2(e) scale / softcap, or None
@@ -208,6 +212,7 @@ def _prefill_kernel(
     if (at < 0) | (at >= num_queries) | (num_queries < min_query_len):
         return
     length = tl.load(lens_ptr + row)
+    too_long = length > max_seq_len  # for its pages: none of them is read
 
     pair = tl.arange(0, PAIRS)
     query = at + pair // PACK
@@ -231,8 +236,9 @@ def _prefill_kernel(
     # Tiles `begin` to `end`, those from `all_begin` to `all_end` without a mask.
     begin = low // TILE
     end = tl.maximum(tl.cdiv(last + 1, TILE), begin)
+    end = tl.where(too_long, begin, end)
     all_begin = tl.minimum(tl.cdiv(all_low, TILE), end)
-    all_end = tl.maximum((first + 1) // TILE, all_begin)
+    all_end = tl.minimum(tl.maximum((first + 1) // TILE, all_begin), end)
 
     key_dim = tl.arange(0, KEY_PAD)
     value_dim = tl.arange(0, VALUE_PAD)
@@ -317,6 +323,7 @@ def _prefill_kernel(
             page = next_page
 
     total = tl.where(total > 0, total, 1.0)  # a query that sees nothing gives 0
+    total = tl.where(too_long, float("nan"), total)
     tl.store(
         out_ptr + (token_of_pair * out_row + head * out_head)[:, None] + value_dim[None, :],
         (acc / total[:, None]).to(out_ptr.dtype.element_ty),

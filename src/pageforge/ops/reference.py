@@ -66,7 +66,7 @@ def attend(
     for row, length in enumerate(seq_lens.tolist()):
         first, last = bounds[row], bounds[row + 1]
         position = torch.arange(length - (last - first), length, device=query.device)[:, None]
-        low = 0 if starts is None else int(starts[row])
+        low = 0 if starts is None else min(int(starts[row]), length)
         token = torch.arange(low, length, device=query.device)
         page = page_table[row].long()[token // page_size]
         key, value = (

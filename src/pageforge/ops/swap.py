@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
+import torch
 from torch import Tensor
 
 from pageforge.errors import ShapeError, expected
@@ -137,7 +138,7 @@ def _staging(pages: Tensor, page_ids: Tensor, num_runs: int) -> tuple[Tensor | N
     try:
         buffer = None if total <= DIRECT_BYTES else pages.new_empty(rows, pages.shape[1])
         return buffer, ids_on_device(page_ids, pages.device)
-    except RuntimeError:  # no memory: a swap is there to make room. Runs can do without any
+    except torch.OutOfMemoryError:  # a swap is there to make room. Runs can do without any
         return None
 
 
