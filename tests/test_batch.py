@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import pytest
 import torch
@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from pageforge import ops
-from pageforge.batch import SequenceBatch
+from pageforge.batch import SequenceBatch, _PageTableMirror
 from pageforge.errors import CropError, OutOfPages, UseAfterFree
 from pageforge.geometry import KVGeometry, LayerShape, pages_for
 from pageforge.memory import PageTable
@@ -363,11 +363,15 @@ def test_an_append_that_fails_half_way_is_mended_by_the_next_read(
         def fail(*args: object) -> None:
             raise torch.cuda.OutOfMemoryError("planted")
 
+        changes = fork.num_changes
         with monkeypatch.context() as patched, pytest.raises(torch.cuda.OutOfMemoryError):
             patched.setattr(SequenceBatch, "_update_mirrors", fail)
             fork.append(6)
         assert fork.length == 11
+        assert fork.num_changes > changes  # a captured step takes over the pages
+        changes = fork.num_changes
         table, first = fork.page_table(0, 0, 11)
+        assert fork.num_changes == changes
         assert first == 0
         assert table.tolist() == [page_table.pages() for page_table in fork.tables]
         slots = fork.slot_mapping(0, 5, 11).view(2, 6).tolist()
@@ -375,6 +379,39 @@ def test_an_append_that_fails_half_way_is_mended_by_the_next_read(
         assert not {s for row in slots for s in row} & {t.slot(4) for t in batch.tables}
         key, _ = ops.gather_kv(key_pages, value_pages, table)
         assert key[:, 0, :5, 0].tolist() == [[0, 1, 2, 3, 4], [5, 6, 7, 8, 9]]
+
+
+@pytest.mark.parametrize(
+    "change", [lambda b: b.append(6), lambda b: b.crop(3), lambda b: b.slide()]
+)
+def test_page_tables_that_a_device_has_not_taken(
+    change: Callable[[SequenceBatch], None], pool: PagePool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    batch = SequenceBatch(pool, [0, 0])
+    batch.append(WINDOW + ROLLBACK + 20)
+    changes = batch.num_changes
+
+    def fail(*args: object) -> None:
+        raise torch.cuda.OutOfMemoryError("planted")
+
+    with monkeypatch.context() as patched, pytest.raises(torch.cuda.OutOfMemoryError):
+        patched.setattr(_PageTableMirror, "write", fail)
+        change(batch)
+    assert batch.num_changes > changes
+    check(batch)
+    assert batch.num_changes > changes
+
+
+def test_what_does_not_fit_changes_no_page_table(pool: PagePool) -> None:
+    batch = SequenceBatch(pool, [0, 0])
+    batch.append(SIZE)
+    tables, changes = batch.page_table(0, 0, SIZE)[0].tolist(), batch.num_changes
+    with pytest.raises(OutOfPages):
+        batch.append(1000)
+    assert batch.page_table(0, 0, SIZE)[0].tolist() == tables
+    assert batch.num_changes == changes
+    batch.append(1)
+    assert batch.num_changes > changes
 
 
 def test_what_ops_need_of_a_step(pool: PagePool) -> None:
@@ -420,3 +457,39 @@ def test_the_layers_of_a_forward_share_their_slots() -> None:
         batch.append(3)
         assert batch.slot_mapping(0, 0, 3).tolist() == [batch.tables[0].slot(i) for i in range(3)]
         assert batch.tables[0].pages() != other.pages()
+
+
+@pytest.mark.parametrize("event", ["fork of the batch", "fork of a table", "select", "crop"])
+def test_growing_inside_a_page_copies_what_others_got_meanwhile(event: str) -> None:
+    """Rows that have room grow without asking the pool; but not once their page is shared."""
+    pool = make_pool()
+    batch = SequenceBatch(pool, [0, 0])
+    batch.append(3)
+    batch.append(1)
+    before = [table.pages() for table in batch.tables]
+    assert (batch.length, [table.pages() for table in batch.tables]) == (4, before)
+    others = []
+    if event == "fork of the batch":
+        others = batch.fork().tables
+    elif event == "fork of a table":
+        others = [pool.fork(table) for table in batch.tables]
+    elif event == "select":
+        batch.select([0, 0])
+    else:
+        batch.crop(2)
+    batch.append(0)
+    batch.append(1)
+    pages = [table.pages() for table in [*batch.tables, *others]]
+    assert len({tuple(each) for each in pages}) == len(pages), "each writes to a page of its own"
+    assert batch.page_table(0, 0, batch.length)[0].tolist() == pages[:2]
+    pool.check_invariants()
+
+
+def test_growing_inside_a_page_after_the_pool_was_closed() -> None:
+    pool = make_pool()
+    batch = SequenceBatch(pool, [0])
+    batch.append(3)
+    pool.close()
+    with pytest.raises(UseAfterFree):
+        batch.append(1)
+    assert batch.length == 3

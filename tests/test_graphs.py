@@ -11,7 +11,7 @@ import torch
 
 from pageforge import KVGeometry, PagePool, graphs
 from pageforge.batch import SequenceBatch
-from pageforge.graphs import StepInputs, bucket
+from pageforge.graphs import CapturedStep, GraphMemory, StepInputs, bucket
 
 
 def make(rows: int, length: int, starts: list[int] | None = None) -> SequenceBatch:
@@ -108,6 +108,49 @@ def test_inputs_made_in_inference_mode_can_be_written_outside() -> None:
     inputs.load(batch, 8, (0, 2))
     inputs.begin()
     assert inputs.seq_lens.tolist() == [9, 9]
+
+
+class Stream:
+    """A stand-in, which notes what waits for what."""
+
+    def __init__(self) -> None:
+        self.waited_for: list[Stream] = []
+
+    def wait_stream(self, stream: Stream) -> None:
+        self.waited_for.append(stream)
+
+
+@pytest.mark.parametrize("fails_at", [None, 0, graphs.WARM_UPS])
+def test_captures_share_pool_and_stream(
+    fails_at: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    current, memory = Stream(), GraphMemory("pool", Stream())
+    runs, used = [], []
+
+    def graph(graph: object, *, pool: object, stream: object, **settings: object) -> object:
+        used.append((pool, stream))
+        return contextlib.nullcontext()
+
+    def run() -> str:
+        runs.append(1)
+        if len(runs) - 1 == fails_at:
+            raise torch.cuda.OutOfMemoryError("planted")
+        return "outputs"
+
+    monkeypatch.setattr(torch.cuda, "graph", graph)
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", object)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: current)
+    monkeypatch.setattr(torch.cuda, "stream", lambda stream: contextlib.nullcontext())
+    monkeypatch.setattr(torch, "zeros", lambda *args, **settings: None)
+    if fails_at is None:
+        assert CapturedStep(run, memory).outputs == "outputs"
+        assert used == [("pool", memory.stream)]
+    else:
+        with pytest.raises(torch.cuda.OutOfMemoryError):
+            CapturedStep(run, memory)
+        assert all(stream is memory.stream for _, stream in used)
+    assert memory.stream.waited_for == [current]
+    assert current.waited_for == [memory.stream]  # tensors of a failed capture are freed now
 
 
 @pytest.mark.parametrize("enabled", [True, False])

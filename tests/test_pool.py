@@ -662,7 +662,9 @@ def streams(monkeypatch: pytest.MonkeyPatch) -> dict[str, FakeStream]:
 def on(stream: FakeStream, pool: PagePool, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Use `pool` on `stream`; returns the streams that it waited for."""
     stream.waited.clear()
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: stream)
+    monkeypatch.setattr("pageforge.pool.stream_handle", lambda device: id(stream))
     pool.use_stream(torch.device("cuda"))
     return stream.waited
 

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from pageforge import ops
 from pageforge.geometry import pages_for
+from pageforge.ops.launch import stream_handle
 from pageforge.pool import PagePool
 
 UP_TO_DATE = sys.maxsize
@@ -33,7 +34,9 @@ class SequenceBatch:
             _PageTableMirror(len(self.tables), torch.device(group.shape.device))
             for group in pool.geometry.groups
         ]
-        self.num_changes = 0  # of the device's page tables
+        self._num_updates = 0  # of the device's page tables
+        # Up to what length rows can grow in pages that they alone hold, and `pool.num_shares` then.
+        self._room = (0, 0)
         self._behind_from = UP_TO_DATE  # the first logical page that the mirrors may have wrong
         self._steps: dict[tuple[int, int, int, int], StepTensors] = {}
         self._paddings: dict[tuple[tuple[int, ...], torch.device], Tensor] = {}  # the latest
@@ -51,10 +54,21 @@ class SequenceBatch:
         """Tokens of left padding of each row, which are not stored where they fill pages."""
         return tuple([table.start for table in self.tables])
 
+    @property
+    def num_changes(self) -> int:
+        """Counts the changes of the device's page tables, with one that is yet to be made."""
+        return self._num_updates + (self._behind_from != UP_TO_DATE)
+
     # --- changes: each on all rows, or on none where it raises ------------------------------
 
     def append(self, num_tokens: int) -> None:
         """Room for `num_tokens` more tokens in each row. Raises OutOfPages."""
+        self.pool.check_open()
+        if self._has_room(num_tokens):  # most tokens of a decode: nothing is claimed or copied
+            self._steps.clear()
+            for table in self.tables:
+                table.length += num_tokens
+            return
         size = self.pool.geometry.page_size
         length, behind_from = self.length, self._behind_from
         # Should anything fail from here on, the mirrors are brought up to date when next read.
@@ -63,7 +77,18 @@ class SequenceBatch:
         # The last page is another one only after copy-on-write, or after a crop into the padding.
         in_padding = any(length <= table.start for table in self.tables)
         low = length // size if copies or in_padding else pages_for(length, size)
-        self._update_mirrors(min(low, behind_from), pages_for(self.length, size))
+        high = pages_for(self.length, size)
+        self._update_mirrors(min(low, behind_from), high)
+        if num_tokens and not in_padding:
+            self._room = high * size, self.pool.num_shares
+
+    def _has_room(self, num_tokens: int) -> bool:
+        until, num_shares = self._room
+        return (
+            0 <= num_tokens <= until - self.length
+            and num_shares == self.pool.num_shares
+            and self._behind_from == UP_TO_DATE
+        )
 
     def check_crop(self, length: int) -> None:
         """Raise CropError where `crop(length)` would; otherwise do nothing."""
@@ -73,6 +98,7 @@ class SequenceBatch:
     def crop(self, length: int) -> None:
         """Keep the first `length` tokens of each row. Raises CropError."""
         size, before = self.pool.geometry.page_size, self.length
+        self._room = (0, 0)
         self.pool.crop(self.tables, length)
         self._update_mirrors(length // size, pages_for(before, size))
 
@@ -84,10 +110,11 @@ class SequenceBatch:
     def select(self, rows: Sequence[int]) -> None:
         """Row `i` becomes a fork of the former row `rows[i]`; rows not named are released."""
         former = self.tables
+        self._room = (0, 0)
         self.tables = [self.pool.fork(former[row]) for row in rows]
         self.pool.release(former)
         self._steps.clear()
-        self.num_changes += 1
+        self._num_updates += 1
         for mirror in self._mirrors:
             self.pool.use_stream(mirror.device)
             mirror.select(rows)
@@ -105,6 +132,7 @@ class SequenceBatch:
     ) -> None:
         """Take saved pages as the contents of empty rows; see `PagePool.restore`."""
         starts = [table.start for table in self.tables]
+        self._room = (0, 0)
         self.tables = self.pool.restore(contents, rows, starts, length)
         self._update_mirrors(0, pages_for(length, self.pool.geometry.page_size))
 
@@ -112,6 +140,7 @@ class SequenceBatch:
         """Give all pages back; the rows are gone."""
         self.pool.release(self.tables)
         self.tables = []
+        self._room = (0, 0)
 
     # --- what ops need ----------------------------------------------------------------------
 
@@ -132,7 +161,7 @@ class SequenceBatch:
         is ordered then.
         """
         device = self._mirrors[group].device
-        stream = torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
+        stream = stream_handle(device) if device.type == "cuda" else 0
         key = (group, start, stop, stream)
         step = self._steps.get(key)
         if step is None or self._behind_from != UP_TO_DATE:
@@ -156,14 +185,15 @@ class SequenceBatch:
     def _update_mirrors(self, low: int, high: int) -> None:
         """Bring the device's entries of logical pages `low` to `high - 1` up to date."""
         self._steps.clear()
-        self.num_changes += low < high
+        self._behind_from = min(self._behind_from, low)  # should anything fail from here on
+        self._num_updates += low < high
         for group, mirror in enumerate(self._mirrors):
             self.pool.use_stream(mirror.device)
             mirror.write([table.entries(low, high, group) for table in self.tables], low, high)
         self._behind_from = UP_TO_DATE
 
     def _catch_up(self) -> None:
-        """Mend the mirrors after an append that failed half-way."""
+        """Mend the mirrors after a change that failed half-way."""
         if self._behind_from != UP_TO_DATE:
             size = self.pool.geometry.page_size
             self._update_mirrors(self._behind_from, pages_for(self.length, size))

@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import gc
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -129,30 +129,42 @@ def _place(view: Tensor) -> _Place:
     return view.shape, view.stride(), int(view.storage_offset())
 
 
+class GraphMemory(NamedTuple):
+    """What graphs share that are not replayed at the same time."""
+
+    pool: Any  # the handle that torch.cuda.graph_pool_handle() gives
+    stream: torch.cuda.Stream  # on which they are captured; the allocator keeps memory by stream
+
+
 class CapturedStep:
     """One decode step of a model as a CUDA graph."""
 
-    def __init__(self, run: Callable[[], Any], memory: Any):
-        """Capture `run`, which reads StepInputs without tokens; `memory` is shared by graphs.
+    def __init__(self, run: Callable[[], Any], memory: GraphMemory):
+        """Capture `run`, which reads StepInputs without tokens.
 
         Raises what `run` raises, and RuntimeError where it does what a graph cannot repeat.
         """
-        stream = torch.cuda.Stream()
+        stream = memory.stream
         stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(stream):
-            for _ in range(WARM_UPS):
-                run()
         self._graph = torch.cuda.CUDAGraph()
         try:
-            with _capturing(self._graph, memory, stream):
-                self.outputs = run()
+            with torch.cuda.stream(stream):
+                for _ in range(WARM_UPS):
+                    run()
+            self.outputs = self._capture(run, memory)
+        finally:  # also if it failed: what was launched uses tensors that are freed then
+            torch.cuda.current_stream().wait_stream(stream)
+
+    def _capture(self, run: Callable[[], Any], memory: GraphMemory) -> Any:
+        try:
+            with _capturing(self._graph, memory.pool, memory.stream):
+                return run()
         except BaseException:
             # torch leaves its random generator waiting for the end of the capture that failed;
             # one that succeeds sets it right.
-            with _capturing(torch.cuda.CUDAGraph(), None, stream):
+            with _capturing(torch.cuda.CUDAGraph(), None, memory.stream):
                 torch.zeros(1, device="cuda")
             raise
-        torch.cuda.current_stream().wait_stream(stream)
 
     def replay(self) -> None:
         """Run the step; `outputs` holds what it gave until any graph of the same memory runs."""
@@ -160,15 +172,13 @@ class CapturedStep:
 
 
 @contextlib.contextmanager
-def _capturing(
-    graph: torch.cuda.CUDAGraph, memory: Any, stream: torch.cuda.Stream
-) -> Iterator[None]:
+def _capturing(graph: torch.cuda.CUDAGraph, pool: Any, stream: torch.cuda.Stream) -> Iterator[None]:
     # What other threads ask of CUDA meanwhile does no harm; but what this one's garbage collector
     # would, for caches and pools that it finds, spoils a capture.
     collects = gc.isenabled()
     gc.disable()
     try:
-        with torch.cuda.graph(graph, pool=memory, stream=stream, capture_error_mode="thread_local"):
+        with torch.cuda.graph(graph, pool=pool, stream=stream, capture_error_mode="thread_local"):
             yield
     finally:
         if collects:

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import copy
 from itertools import chain
-from operator import is_, itemgetter
-from typing import Any
+from operator import attrgetter, getitem, is_, itemgetter
+from types import MethodType
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -22,6 +23,9 @@ PLAIN = (bool, int, float, str, type(None), torch.dtype, torch.device)
 CONTAINERS = (list, tuple, set, frozenset, dict)
 """And these, of such values: adapters keep in one which of them is active."""
 
+WALKED = (list, tuple, dict)
+"""Containers whose contents are looked at one by one where they cannot be compared by value."""
+
 INTERNAL = vars(nn.Module()).keys() - {"training"}
 """What torch itself keeps in a module; of this, tensors, children and hooks are looked at."""
 
@@ -30,11 +34,26 @@ RECORDERS = "transformers.utils.output_capturing"
 
 GLOBAL_HOOKS = ("_global_forward_hooks", "_global_forward_pre_hooks")
 
+FORWARD: Any = attrgetter("forward")
+
+MATMUL: Any = torch.backends.cuda.matmul
+
+PRECISION: Any = attrgetter(
+    "fp32_precision",  # what set_float32_matmul_precision and allow_tf32 set as well
+    "allow_fp16_accumulation",
+    "allow_fp16_reduced_precision_reduction",
+    "allow_bf16_reduced_precision_reduction",
+)
+"""Of torch's matrix products: a capture has chosen its kernels by it. Settings of torch's attention
+do not matter, for a captured step attends with PageForge's own kernels."""
+
 
 class ModelState:
     """A snapshot of a model: its modules, their tensors' addresses, their code and their settings.
 
-    Of other objects (a config inside another, say) it is not seen what becomes of them.
+    Settings are what modules and their configs have as attributes, and what lies in lists, tuples
+    and dictionaries there. That other objects are replaced is seen (a config inside another, say),
+    but not what becomes of their insides.
 
     It keeps the tensors' memory alive, so that a replay that began before a change was seen reads
     what it read before. Comparing is done at every step, in loops that run inside C functions.
@@ -45,7 +64,8 @@ class ModelState:
         self._model = model
         self._modules = modules
         self._types: list[Any] = list(map(type, modules))
-        self._forwards = {cls: cls.forward for cls in self._types}
+        self._classes = list(set(self._types))
+        self._forwards = list(map(FORWARD, self._classes))
         holders: list[dict[str, Any]] = [
             held for module in modules for held in (module._parameters, module._buffers)
         ]
@@ -56,14 +76,13 @@ class ModelState:
         self._holders = list(filter(None, holders))
         self._tensors = _values(self._holders)
         self._settings = list(map(vars, modules)) + _configs(modules)
-        self._counts = list(map(len, self._settings))
-        self._objects = [
-            (settings, name, value)
-            for settings in self._settings
-            for name, value in settings.items()
-            if name not in INTERNAL and (isinstance(value, Tensor) or callable(value))
-        ]
-        loose = [value for _, _, value in self._objects if isinstance(value, Tensor)]
+        self._slots = _slots(self._settings)
+        self._slot_holders = [slot.holder for slot in self._slots]
+        self._slot_keys = [slot.key for slot in self._slots]
+        self._objects = list(map(getitem, self._slot_holders, self._slot_keys))
+        self._sized = self._settings + [each for each in self._objects if isinstance(each, WALKED)]
+        self._counts = list(map(len, self._sized))
+        loose = [each for each in self._objects if isinstance(each, Tensor)]
         self._present = [tensor for tensor in self._tensors + loose if tensor is not None]
         self._addresses = list(map(Tensor.data_ptr, self._present))
         self._kept = list(map(Tensor.detach, self._present))
@@ -86,6 +105,10 @@ class ModelState:
             if isinstance(value, CONTAINERS)
         ]
         self._contents = [copy.deepcopy(container) for container in self._containers]
+        sets = [each for each in self._objects if isinstance(each, set | frozenset)]
+        self._containers += sets
+        self._contents += map(copy.copy, sets)
+        self._precision = PRECISION(MATMUL)
         self._hooks = _hooks(model)
         self._last_hook = RemovableHandle.next_id
 
@@ -101,21 +124,24 @@ class ModelState:
             _values(self._parents), self._children
         ):
             return "modules were replaced"
-        if any(cls.forward is not forward for cls, forward in self._forwards.items()):
+        if not all(map(is_, map(FORWARD, self._classes), self._forwards)):
             return "the forward of a class was replaced"
         if not _same(_values(self._holders), self._tensors):
             return "parameters or buffers were replaced"
         if list(map(Tensor.data_ptr, self._present)) != self._addresses:
             return "the memory of parameters or buffers moved"
-        if list(map(len, self._settings)) != self._counts:
+        if PRECISION(MATMUL) != self._precision:
+            return "torch's precision of matrix products was changed"
+        if list(map(len, self._sized)) != self._counts:
             return "settings were added or removed"
-        for settings, name, value in self._objects:
-            if settings.get(name) is not value:
-                return f"settings changed: {name}"
         try:
             values = [getter(settings) for getter, settings in self._getters]
-            same = values == self._values and self._containers == self._contents
-        except (KeyError, RuntimeError, ValueError):  # gone, or an array by now
+            same = (
+                values == self._values
+                and self._containers == self._contents
+                and all(map(is_, map(getitem, self._slot_holders, self._slot_keys), self._objects))
+            )
+        except (LookupError, RuntimeError, ValueError):  # gone, or an array by now
             same = False
         if not same:
             return "settings changed: " + self._changed_settings()
@@ -128,29 +154,57 @@ class ModelState:
             for name, value in before.items()
             if settings.get(name) is not value
         }
+        names |= {
+            name
+            for (holder, key, name), value in zip(self._slots, self._objects, strict=True)
+            if (holder.get(key) if isinstance(holder, dict) else holder[key]) is not value
+        }
         return ", ".join(sorted(names)) or "inside a list or a dictionary"
 
 
 def hooks_on(model: nn.Module) -> str | None:
     """A sentence about Python hooks on modules inside `model`; None where there are none.
 
-    Hooks on `model` itself run around its forward, and matter to nobody.
+    A `forward` that was put on a module is one as well: so patches and accelerate hook. Hooks on
+    `model` itself run around its forward, and matter to nobody.
     """
     hooks = _hooks(model)
-    if not hooks:
-        return None
-    name, _ = hooks[0]
-    return f"there are forward hooks on {name}" if name else "global forward hooks are registered"
+    return hooks[0][0] if hooks else None
 
 
 def _hooks(model: nn.Module) -> list[tuple[str, Any]]:
-    """The hooks that matter, each with its module's name, or with none if it is global."""
-    found = [("", hook) for kind in GLOBAL_HOOKS for hook in getattr(torch_module, kind).values()]
+    """The hooks that matter, each after a sentence about it."""
+    found: list[tuple[str, Any]] = [
+        ("global forward hooks are registered", hook)
+        for kind in GLOBAL_HOOKS
+        for hook in getattr(torch_module, kind).values()
+    ]
     for name, child in model.named_modules():
-        if child is not model and (child._forward_hooks or child._forward_pre_hooks):
+        if child is model:
+            continue
+        if child._forward_hooks or child._forward_pre_hooks:
             hooks = [*child._forward_hooks.values(), *child._forward_pre_hooks.values()]
-            found += [(name, hook) for hook in hooks if not _only_records(hook)]
+            reason = f"there are forward hooks on {name}"
+            found += [(reason, hook) for hook in hooks if not _only_records(hook)]
+        forward = vars(child).get("forward")
+        if forward is not None and not _is_of_a_class(forward, child):
+            found.append((f"{name} has a forward of its own", forward))
     return found
+
+
+def _is_of_a_class(forward: object, module: nn.Module) -> bool:
+    """Whether it is a class's `forward`, bound to the module: code like that of its own class.
+
+    So `kernels` puts other kernels in place. What wraps a forward is none, whatever its name.
+    """
+    if not isinstance(forward, MethodType) or forward.__self__ is not module:
+        return False
+    function: Any = forward.__func__
+    if function is type(module).forward:
+        return True
+    owner, _, name = getattr(function, "__qualname__", "").rpartition(".")
+    of_class = name == "forward" and owner and not owner.endswith("<locals>")
+    return bool(of_class) and not hasattr(function, "__wrapped__")
 
 
 def _only_records(hook: object) -> bool:
@@ -169,7 +223,33 @@ def _same(now: list[Any], before: list[Any]) -> bool:
 def _configs(modules: list[nn.Module]) -> list[dict[str, Any]]:
     """The settings of the configs that modules share, each once."""
     configs = {id(config): config for m in modules if (config := vars(m).get("config")) is not None}
-    return [vars(config) for config in configs.values()]
+    return [vars(config) for config in configs.values() if hasattr(config, "__dict__")]
+
+
+class _Slot(NamedTuple):
+    """A place for an object: `holder[key]`, which is setting `name` or lies inside of it."""
+
+    holder: Any
+    key: Any
+    name: str
+
+
+def _slots(all_settings: list[dict[str, Any]]) -> list[_Slot]:
+    """The places of what is not compared by value, those inside containers included."""
+    slots = [
+        _Slot(settings, name, name)
+        for settings in all_settings
+        for name, value in settings.items()
+        if name not in INTERNAL and not _is_plain(value)
+    ]
+    walked = set()
+    for holder, key, name in slots:  # which grows meanwhile
+        value = holder[key]
+        if isinstance(value, WALKED) and id(value) not in walked:
+            walked.add(id(value))
+            keys = value if isinstance(value, dict) else range(len(value))
+            slots += [_Slot(value, inner, name) for inner in keys]
+    return slots
 
 
 def _plain_names(settings: dict[str, Any]) -> list[str]:

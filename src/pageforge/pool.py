@@ -31,6 +31,7 @@ from pageforge.geometry import (
 from pageforge.memory import PageAllocator, PageTable, PrefixIndex
 from pageforge.memory.allocator import Supply
 from pageforge.memory.page_table import PageCopy, append_all, pages_needed
+from pageforge.ops.launch import stream_handle
 from pageforge.probe import geometry_of
 from pageforge.store import (
     DeviceMemoryError,
@@ -186,7 +187,7 @@ class PagePool:
         self._retired: dict[tuple[int, int], list[torch.cuda.Event]] = {}
         # Streams that have touched pages (any of them may still be doing so), and whose turn it is.
         self._streams: dict[torch.device, set[torch.cuda.Stream]] = {}
-        self._turns: dict[torch.device, tuple[torch.cuda.Stream, int]] = {}
+        self._turns: dict[torch.device, tuple[int, int]] = {}
         self._num_calls = 0
         self._closed = False
         with torch.inference_mode(False):  # else pages could only be written to in that mode
@@ -249,6 +250,11 @@ class PagePool:
             copies = append_all(tables, num_tokens, needed)
             self._copy(copies)
             return copies
+
+    @property
+    def num_shares(self) -> int:
+        """Counts how often pages got another holder, or became known as a prefix."""
+        return sum([group.allocator.num_shares for group in self._groups])
 
     def fork(self, table: PageTable) -> PageTable:
         """A second table over the same pages."""
@@ -342,7 +348,7 @@ class PagePool:
 
         Touch only pages that a live page table holds: the rest may have no memory behind it.
         """
-        self._check_open()
+        self.check_open()
         try:
             return self._layers[layer]
         except KeyError:
@@ -354,7 +360,7 @@ class PagePool:
 
     def pages(self, group: int) -> Tensor:
         """`[N, page elements]`: each row is one page, for all layers of `group`. See `layer`."""
-        self._check_open()
+        self.check_open()
         return self._group(group).pages
 
     def use_stream(self, device: torch.device) -> None:
@@ -365,16 +371,18 @@ class PagePool:
         """
         if device.type != "cuda":
             return
-        stream = torch.cuda.current_stream(device)
-        turn = (stream, self._num_calls)
-        if self._turns.get(stream.device) == turn:
+        if device.index is None:
+            device = torch.device("cuda", torch.cuda.current_device())
+        turn = stream_handle(device), self._num_calls
+        if self._turns.get(device) == turn:
             return
-        known = self._streams.setdefault(stream.device, set())
+        stream = torch.cuda.current_stream(device)
+        known = self._streams.setdefault(device, set())
         known.add(stream)
         for other in list(known):
             if other != stream:
                 stream.wait_stream(other)
-        self._turns[stream.device] = turn
+        self._turns[device] = turn
 
     # --- what people ask --------------------------------------------------------------------
 
@@ -516,7 +524,7 @@ class PagePool:
             try:
                 self._collect()
                 if not even_closed:
-                    self._check_open()
+                    self.check_open()
                 self._unmap_retired(wait=False)
                 yield
             finally:
@@ -530,7 +538,8 @@ class PagePool:
             )
         return self._groups[index]
 
-    def _check_open(self) -> None:
+    def check_open(self) -> None:
+        """Raise UseAfterFree if the pool was closed."""
         if self._closed:
             raise UseAfterFree("pool: it was closed; make a new PagePool")
 

@@ -25,6 +25,8 @@ from transformers import (
     LlamaForSequenceClassification,
     MambaConfig,
     PreTrainedModel,
+    RobertaConfig,
+    XLMRobertaConfig,
 )
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
@@ -37,6 +39,8 @@ from pageforge import (
     ShapeError,
     UseAfterFree,
 )
+from pageforge.batch import SequenceBatch
+from pageforge.graphs import GraphMemory
 from pageforge.hf import decode_step, fast_decode
 from pageforge.hf.decode_step import agree
 from pageforge.hf.fast_decode import FastDecode
@@ -63,7 +67,8 @@ class StandIn:
 def _no_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
     event = SimpleNamespace(record=lambda: None, synchronize=lambda: None)
     monkeypatch.setattr(decode_step, "CapturedStep", StandIn)
-    monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: None)
+    monkeypatch.setattr(torch.cuda, "graph_pool_handle", object)
+    monkeypatch.setattr(torch.cuda, "Stream", lambda device: SimpleNamespace(device=device))
     monkeypatch.setattr(torch.cuda, "current_stream", lambda *_: None)
     monkeypatch.setattr(torch.cuda, "Event", lambda: event)
 
@@ -286,6 +291,39 @@ def test_allow_hooks(llama: PreTrainedModel) -> None:
     assert decode.num_replays == 18
 
 
+def test_a_forward_on_a_module_means_eager(llama: PreTrainedModel) -> None:
+    inputs, mlp = prompt(2, 9), llama.model.layers[1].mlp
+    plain = llama.generate(**inputs, **GREEDY)
+    forward, strength = mlp.forward, {"now": 3.0}
+    mlp.forward = lambda states: forward(states) + strength["now"]
+    want = llama.generate(**inputs, **GREEDY)
+    decode = fast(llama)
+    with decode._installed():
+        assert torch.equal(llama.generate(**inputs, **GREEDY), want)
+        strength["now"] = 0.0
+        assert torch.equal(llama.generate(**inputs, **GREEDY), plain)
+        assert decode.eager_steps == {"model.layers.1.mlp has a forward of its own": 38}
+        del mlp.forward
+        assert torch.equal(llama.generate(**inputs, **GREEDY), plain)
+    assert decode.num_replays == 18
+    assert not torch.equal(want, plain)
+
+
+def test_a_forward_on_the_model_itself_does_not_matter(llama: PreTrainedModel) -> None:
+    forward, calls = llama.forward, []
+
+    @functools.wraps(forward)
+    def counted(*args: Any, **kwargs: Any) -> Any:
+        calls.append(1)
+        return forward(*args, **kwargs)
+
+    llama.forward = counted
+    decode = fast(llama)
+    with decode._installed():
+        llama.generate(**prompt(1, 5), **GREEDY)
+    assert decode.num_replays == 18
+
+
 def test_moved_weights_and_changed_settings(llama: PreTrainedModel) -> None:
     inputs, decode = prompt(2, 9), fast(llama)
     weight = llama.model.layers[0].mlp.up_proj.weight
@@ -297,6 +335,35 @@ def test_moved_weights_and_changed_settings(llama: PreTrainedModel) -> None:
     assert not torch.equal(first, second)
     assert torch.equal(llama.generate(**inputs, **GREEDY), second)
     assert any("memory" in reason for reason in decode.eager_steps)
+
+
+def test_captures_of_different_weights_are_not_mixed(llama: PreTrainedModel) -> None:
+    """The change shows when another number of rows is to be captured: older captures go first."""
+    weight, decode = llama.model.layers[0].mlp.up_proj.weight, fast(llama)
+    with decode._installed():
+        llama.generate(**prompt(2, 9), **GREEDY)
+        weight.data = weight.data.flip(0).clone()
+        three = llama.generate(**prompt(3, 9), **GREEDY)
+        assert decode.num_captures == 2  # none was made to be dropped at once
+        [steps] = decode._steps.values()
+        assert len(steps) == 1
+        two = llama.generate(**prompt(2, 9), **GREEDY)
+    assert torch.equal(llama.generate(**prompt(3, 9), **GREEDY), three)
+    assert torch.equal(llama.generate(**prompt(2, 9), **GREEDY), two)
+    assert list(decode.eager_steps.values()) == [1]
+
+
+def test_another_precision_is_captured_anew(llama: PreTrainedModel) -> None:
+    decode = fast(llama)
+    with decode._installed():
+        llama.generate(**prompt(2, 9), **GREEDY)
+        torch.set_float32_matmul_precision("high")
+        try:
+            llama.generate(**prompt(2, 9), **GREEDY)
+        finally:
+            torch.backends.cuda.matmul.fp32_precision = "none"
+    assert decode.num_captures == 2
+    assert "precision" in " ".join(decode.eager_steps)
 
 
 def test_a_model_that_changes_in_each_forward(
@@ -462,6 +529,36 @@ def test_positions_are_the_callers(llama: PreTrainedModel) -> None:
     assert not torch.allclose(logits[0], other)
 
 
+@torch.no_grad()
+def test_positions_for_all_rows_are_replayed(llama: PreTrainedModel) -> None:
+    ids, decode = prompt(3, 9)["input_ids"], fast(llama)
+    with decode._installed():
+        pair = Pair(llama, PagePool.for_model(llama, max_pages=64))
+        pair.feed(ids)
+        for turn in range(4):
+            pair.feed(ids[:, :1], position_ids=torch.tensor([[9 + turn]]))
+    assert decode.num_replays == 3
+    assert not decode.eager_steps
+
+
+@torch.no_grad()
+def test_odd_positions_are_served_eagerly() -> None:
+    model, ids = make(CONFIGS["gpt2"](), "eager"), prompt(1, 9)["input_ids"]
+    decode = fast(model)
+    with decode._installed():
+        pair = Pair(model, PagePool.for_model(model, max_pages=64), "gpt2")
+        pair.feed(ids)
+        for positions in (torch.tensor([9]), torch.tensor([[10]], dtype=torch.int32)):
+            pair.feed(ids[:, :1], position_ids=positions)
+        for wrong in (torch.tensor([[11.0]]), [[11]]):
+            with pytest.raises((RuntimeError, TypeError)):  # as ever
+                model(ids[:, :1], position_ids=wrong, **{pair.name: pair.paged})
+        assert decode.num_captures == 0
+    [(reason, count)] = decode.eager_steps.items()
+    assert reason.startswith("position_ids are not")
+    assert count == 4
+
+
 def test_logits_are_the_callers_to_keep(llama: PreTrainedModel) -> None:
     name, token = cache_argument(llama), prompt(2, 1)["input_ids"]
     with fast(llama)._installed(), torch.no_grad():
@@ -522,6 +619,27 @@ def test_a_model_without_pages_generates_as_ever(caplog: pytest.LogCaptureFixtur
     with fast(model)._installed():
         for _ in range(2):
             assert torch.equal(model.generate(**inputs, **settings), want)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("config", [RobertaConfig, XLMRobertaConfig])
+def test_positions_that_count_from_the_padding_tokens_on(config: type) -> None:
+    sizes = {"vocab_size": 101, "hidden_size": 32, "num_hidden_layers": 2, "intermediate_size": 48}
+    tokens = {"bos_token_id": 0, "pad_token_id": 1, "eos_token_id": None}
+    settings = sizes | tokens | {"num_attention_heads": 4, "max_position_embeddings": 64}
+    model, twin = (make(config(**settings, is_decoder=True), "eager") for _ in range(2))
+    ids, name, decode = prompt(2, 9)["input_ids"], cache_argument(model), fast(model)
+    want = twin.generate(**prompt(2, 9, padded=True), **GREEDY)
+    with decode._installed():
+        paged = PagedKVCache(PagePool.for_model(model, max_pages=64))
+        dense = DynamicCache(config=twin.config)
+        for token in (ids, *ids.split(1, dim=1)):
+            got = model(token, **{name: paged}).logits
+            assert (got - twin(token, **{name: dense}).logits).abs().max() < 1e-4
+        assert decode.num_captures == 0
+        assert "works out of the tokens" in " ".join(decode.eager_steps)
+        assert torch.equal(model.generate(**prompt(2, 9, padded=True), **GREEDY), want)
+    assert decode.num_replays == 18  # generate says where tokens stand
 
 
 def test_rotary_embeddings_that_move() -> None:
@@ -803,6 +921,27 @@ def test_no_page_stays_ahead(llama: PreTrainedModel, tmp_path: Path) -> None:
 
 
 @torch.no_grad()
+def test_page_tables_after_an_append_that_failed_half_way(
+    llama: PreTrainedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ids, decode = prompt(2, 20)["input_ids"], fast(llama)
+
+    def fail(*args: object) -> None:
+        raise torch.cuda.OutOfMemoryError("planted")
+
+    with decode._installed():
+        pair = Pair(llama, PagePool.for_model(llama, page_size=8, max_pages=64))
+        pair.feed(ids[:, :5])
+        pair.feed_steps(ids[:, :2])
+        with monkeypatch.context() as patched, pytest.raises(torch.cuda.OutOfMemoryError):
+            patched.setattr(SequenceBatch, "_update_mirrors", fail)
+            pair.feed(ids[:, 2:3])  # fills the page, and claims the next one
+        pair.twin(ids[:, 2:3], **{pair.name: pair.dense})
+        pair.feed_steps(ids[:, 3:])
+    assert decode.num_replays == 19
+
+
+@torch.no_grad()
 def test_a_closed_pool(llama: PreTrainedModel, monkeypatch: pytest.MonkeyPatch) -> None:
     name, token = cache_argument(llama), prompt(2, 1)["input_ids"]
     with fast(llama)._installed():
@@ -963,6 +1102,99 @@ def test_a_capture_that_fails_is_not_tried_again(
     assert sum("no graphs today" in record.getMessage() for record in caplog.records) == 1
 
 
+class Full(StandIn):
+    """Finds no memory, a number of times."""
+
+    tries = 0
+    failures = 1
+
+    def __init__(self, run: Callable[[], Any], memory: object):
+        type(self).tries += 1
+        if self.tries <= self.failures:
+            raise torch.cuda.OutOfMemoryError("planted")
+        super().__init__(run, memory)
+
+
+def test_a_capture_that_lacks_memory_is_tried_again_later(
+    llama: PreTrainedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    full = type("OnceFull", (Full,), {})
+    monkeypatch.setattr(decode_step, "CapturedStep", full)
+    count = fast_decode.WORTHWHILE + 10
+    settings = {"do_sample": False, "max_new_tokens": count, "min_new_tokens": count}
+    want = llama.generate(**prompt(2, 9), **settings)
+    decode = fast(llama)
+    with decode._installed():
+        assert torch.equal(llama.generate(**prompt(2, 9), **settings), want)
+    assert full.tries == 2
+    assert decode.num_captures == 1
+    assert decode.num_replays == 7
+    assert decode.eager_steps == {fast_decode.NO_MEMORY: fast_decode.WORTHWHILE + 1}
+
+
+def test_captures_that_always_lack_memory(
+    llama: PreTrainedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    full = type("AlwaysFull", (Full,), {"failures": 100})
+    monkeypatch.setattr(decode_step, "CapturedStep", full)
+    monkeypatch.setattr(fast_decode, "WORTHWHILE", 2)
+    decode = fast(llama)
+    with decode._installed():
+        for _ in range(2):
+            llama.generate(**prompt(1, 5), **GREEDY)
+    assert full.tries == fast_decode.MAX_WASTED
+    # Between two tries come two other steps.
+    assert decode.eager_steps[fast_decode.NO_MEMORY] == 3 * fast_decode.MAX_WASTED - 2
+    assert decode.eager_steps["too many captures were in vain"] == 40 - 3 * fast_decode.MAX_WASTED
+
+
+def test_captures_share_a_stream_and_their_memory(
+    llama: PreTrainedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    memories = []
+
+    class Noted(StandIn):
+        def __init__(self, run: Callable[[], Any], memory: GraphMemory):
+            memories.append(memory)
+            super().__init__(run, memory)
+
+    monkeypatch.setattr(decode_step, "CapturedStep", Noted)
+    decode = fast(llama)
+    with decode._installed():
+        for rows in (1, 2):
+            llama.generate(**prompt(rows, 5), **GREEDY)
+        llama.model.layers[0].mlp.turn = 1
+        llama.generate(**prompt(1, 5), **GREEDY)
+    assert [memory.pool is memories[0].pool for memory in memories] == [True, True, False]
+    assert all(memory.stream is memories[0].stream for memory in memories)
+    assert memories[0].stream.device == llama.device
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("compile", [False, True])
+def test_a_layer_that_is_left_out(
+    llama: PreTrainedModel, compile: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its pages would lack the token, and no output shows that."""
+    layer = type(llama.model.layers[1])
+    forward = layer.forward
+
+    def skipping(module: Any, states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        if states.shape[1] == 1 and module.self_attn.layer_idx == 1:
+            return states
+        return forward(module, states, *args, **kwargs)
+
+    monkeypatch.setattr(layer, "forward", skipping)
+    name, decode = cache_argument(llama), fast(llama, compile=compile)
+    with decode._installed():
+        cache = PagedKVCache(PagePool.for_model(llama, max_pages=64))
+        for tokens in (prompt(2, 9)["input_ids"], prompt(2, 1)["input_ids"]):
+            llama(tokens, **{name: cache})
+    assert cache._state.lengths == {0: 10, 1: 9}
+    [reason] = decode.eager_steps
+    assert reason.endswith("layers [1] did not write their K/V in the step")
+
+
 def test_a_model_that_changes_too_often(llama: PreTrainedModel) -> None:
     mlp, decode = llama.model.layers[0].mlp, fast(llama)
     settings = GREEDY | {"max_new_tokens": 4, "min_new_tokens": 4}
@@ -971,7 +1203,7 @@ def test_a_model_that_changes_too_often(llama: PreTrainedModel) -> None:
             mlp.turn = turn % 2
             llama.generate(**prompt(1, 5), **settings)
     assert decode.num_captures == fast_decode.MAX_WASTED
-    assert "the model changes too often" in decode.eager_steps
+    assert "too many captures were in vain" in decode.eager_steps
 
 
 def test_changes_after_enough_replays_are_not_held_against_a_model(llama: PreTrainedModel) -> None:

@@ -69,6 +69,18 @@ def test_a_step_is_what_the_model_does_eagerly(family: str) -> None:
 
 
 @torch.no_grad()
+@pytest.mark.parametrize("family", ["llama", "gemma3n", "gemma4"])
+def test_each_layer_of_the_pool_has_to_write(family: str) -> None:
+    model, cache, inputs, tokens = prefilled(family)
+    _, seen = step(model, cache, inputs, tokens)
+    seen.check_written()  # later layers that use others' K/V are none of the pool's
+    assert seen.written == {layer for group in inputs.geometry.groups for layer in group.layers}
+    seen.written.remove(1)
+    with pytest.raises(UnsupportedModel, match=r"layers \[1\] did not write"):
+        seen.check_written()
+
+
+@torch.no_grad()
 def test_windows_are_known_after_a_step() -> None:
     model, cache, inputs, tokens = prefilled("gemma2")
     _, seen = step(model, cache, inputs, tokens)

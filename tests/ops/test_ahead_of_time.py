@@ -197,7 +197,7 @@ def compile_job(job: Job) -> list[Kernel]:
         chain = {"launch_pdl": True} if job.arch >= 90 else {}
         patch.setattr(decode, "_chain", lambda _: chain)
         patch.setattr(prefill, "_capability", lambda _: capability)
-        decode._variant.cache_clear()
+        decode._constants_for.cache_clear()
         globals()[job.call](job, **dict(job.options))
     return compiled
 

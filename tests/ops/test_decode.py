@@ -175,12 +175,12 @@ def test_pieces_are_merged(
 
 
 def test_more_pieces_than_are_merged_at_once(cut_into: Any, monkeypatch: Any) -> None:
-    decode._variant.cache_clear()
+    decode._constants_for.cache_clear()
     monkeypatch.setattr(decode, "MERGED_AT_ONCE", 64)  # one piece of 4 heads and 16 dims
     cut_into(40, 1 << 40)
     step = make_step([90], heads=(3, 1), uniform=True, alibi_slopes=torch.rand(3) * 0.02)
     step.check(*step.run())
-    decode._variant.cache_clear()
+    decode._constants_for.cache_clear()
     cut_into(40, 0)
     step = make_step([550], heads=(3, 1), uniform=True)  # the second kernel takes 32 at once
     step.check(*step.run())
@@ -193,7 +193,7 @@ def test_batch_invariant(merged_bytes: int, cut_into: Any, monkeypatch: Any) -> 
     The two ways to merge differ here in how many pieces they take at once.
     """
     monkeypatch.setattr(decode, "MERGED_AT_ONCE", 32)
-    decode._variant.cache_clear()
+    decode._constants_for.cache_clear()
     cut_into(2, merged_bytes)
     step = make_step([200, 33], heads=(2, 1), spare=40)
     want = step.run(batch_invariant=True)
@@ -208,7 +208,7 @@ def test_batch_invariant(merged_bytes: int, cut_into: Any, monkeypatch: Any) -> 
         got = part.run(batch_invariant=True)
         for one, other in zip(got, want, strict=True):
             assert torch.equal(one, other[rows]), rows
-    decode._variant.cache_clear()
+    decode._constants_for.cache_clear()
 
 
 # --- rows that are none ---------------------------------------------------------------------------

@@ -29,9 +29,12 @@ class FakeKernel:
         self.log.append(("compile", grid, args, options))
         number = sum(entry[0] == "compile" for entry in self.log)
 
-        class Compiled:
-            def __getitem__(_, grid: Any) -> Any:
-                return lambda *args: self.log.append((f"variant {number}", grid, args))
+        class Compiled:  # as Triton's
+            function, packed_metadata = "function", "metadata"
+
+            def run(_, x: int, y: int, z: int, stream: int, *args: Any) -> None:
+                assert (stream, *args[:5]) == (77, "function", "metadata", None, None, None)
+                self.log.append((f"variant {number}", (x, y, z), args[5:]))
 
         return Compiled()
 
@@ -47,6 +50,7 @@ def test_a_variant_is_compiled_once_for_a_device(monkeypatch: pytest.MonkeyPatch
     quick = Launcher(kernel)
     current = [0]
     monkeypatch.setattr(torch.cuda, "current_device", lambda: current[-1])
+    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index: 77, raising=False)
 
     class OnDevice:
         def __init__(self, device: torch.device):

@@ -14,7 +14,7 @@ from transformers.utils import ModelOutput
 
 from pageforge.batch import SequenceBatch
 from pageforge.errors import UnsupportedModel
-from pageforge.graphs import CapturedStep, StepInputs, bucket
+from pageforge.graphs import CapturedStep, GraphMemory, StepInputs, bucket
 from pageforge.hf.cache import PagedKVCache
 from pageforge.hf.padding import left_padding
 from pageforge.hf.step_cache import STEP_ARGUMENT, StepCache
@@ -37,7 +37,7 @@ class Call:
     """A forward of one token a row."""
 
     tokens: Tensor  # [S, 1]
-    positions: Tensor | None  # [..., S, 1]
+    positions: Tensor | None  # [..., S, 1], or [..., 1, 1] for all rows
     mask: Tensor | None  # [S, L], the new token included
     cache: PagedKVCache
     options: tuple[tuple[str, Hashable], ...]
@@ -58,7 +58,7 @@ class DecodeStep:
         cache_name: str,
         call: Call,
         max_tokens: int,
-        memory: object,
+        memory: GraphMemory,
         *,
         compile: bool,
     ):
@@ -81,7 +81,10 @@ class DecodeStep:
 
         def run() -> Any:
             self._inputs.begin()
-            return forward(**arguments, **{cache_name: StepCache(self._inputs)})
+            cache = StepCache(self._inputs)
+            outputs = forward(**arguments, **{cache_name: cache})
+            cache.check_written()
+            return outputs
 
         run = self._compiled(run, forward, cache_name, arguments) if compile else run
         self._captured = CapturedStep(run, memory)
@@ -98,6 +101,7 @@ class DecodeStep:
         self._inputs.begin()
         known = StepCache(self._inputs)
         forward(**arguments, **{cache_name: known})
+        known.check_written()
         if not known.is_regular:
             raise UnsupportedModel("compile: expected each layer to attend to its own K/V")
         cache = StepCache(self._inputs, known.windows)

@@ -12,10 +12,12 @@ from collections.abc import Callable, Hashable, Iterator
 from typing import Any
 
 import torch
+from torch import Tensor
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.utils import logging
 
 from pageforge.errors import GeometryError, PageForgeError, UnsupportedModel, UseAfterFree
+from pageforge.graphs import GraphMemory
 from pageforge.hf.attention import NAME
 from pageforge.hf.cache import PagedKVCache
 from pageforge.hf.decode_step import HOLES, Call, DecodeStep, agree
@@ -26,10 +28,13 @@ from pageforge.probe import cache_argument
 logger = logging.get_logger(__name__)
 
 MAX_WASTED = 8
-"""Captures in a row that may be dropped early, because the model changed; then no more are made."""
+"""Captures in a row that may be in vain, dropped early because the model changed or not made for
+want of memory; then no more are tried."""
 
 WORTHWHILE = 32
-"""Replays that repay a capture."""
+"""Replays that repay a capture, and eager steps until one that lacked memory is tried again."""
+
+NO_MEMORY = "there is not enough memory to capture a step now"
 
 MAX_TOKENS = 131072
 """Room for a row in a captured step's page tables, where neither model nor pool has fewer."""
@@ -55,8 +60,9 @@ def fast_decode(
 
     What cannot be captured runs eagerly: the object that the context gives says how often and why.
     A capture is dropped when the model has changed since (hooks, adapters, settings, weights that
-    moved). Python hooks on modules inside the model would not run in a replay: with such there are
-    none, unless `allow_hooks` says that they matter to longer forwards alone.
+    moved). Python hooks on modules inside the model, or a `forward` put on one of them, would not
+    run in a replay: with such there are none, unless `allow_hooks` says that they matter to longer
+    forwards alone.
 
     While the context lives a cache may hold one page a row ahead. The model is left as it was
     found. On the CPU nothing is done, and a warning says so.
@@ -96,7 +102,9 @@ class FastDecode:
         self._state: ModelState | None = None
         self._num_wasted = 0
         self._num_repaid = 0  # replays since the last capture
-        self._memory: Any = None
+        self._pause = 0  # steps until a capture that lacked memory is tried again
+        self._memory: GraphMemory | None = None
+        self._side_stream = functools.cache(torch.cuda.Stream)  # of a device, for its captures
         self._stream: torch.cuda.Stream | None = None
         self._caches: weakref.WeakSet[PagedKVCache] = weakref.WeakSet()
         self._lock = threading.RLock()
@@ -213,6 +221,8 @@ class FastDecode:
             return "the attention mask is not [rows, tokens] on the model's device"
         if torch.is_autocast_enabled(tokens.device.type):
             return "autocast is enabled"
+        if positions is not None and not _are_positions(positions, tokens):
+            return "position_ids are not int64 [..., rows, 1] on the model's device"
         for name, option in options.items():
             if not isinstance(option, PLAIN):
                 return f"{name} is passed"
@@ -229,7 +239,14 @@ class FastDecode:
             obstacle = self._obstacle()
             if obstacle is not None:
                 return obstacle
-            step = steps[call.variant] = self._misfit(call) or self._capture(call)
+            if self._state is not None and (change := self._state.change()) is not None:
+                return self._forget(change)  # other captures are stale; none are mixed with them
+            try:
+                step = steps[call.variant] = self._misfit(call) or self._capture(call)
+            except torch.cuda.OutOfMemoryError:
+                self._num_wasted += 1
+                self._pause = WORTHWHILE
+                return NO_MEMORY
         if isinstance(step, str):
             return step
         self._order_streams()
@@ -265,11 +282,13 @@ class FastDecode:
         return output
 
     def _capture(self, call: Call) -> DecodeStep | str:
-        """A captured step, or why there can be none."""
+        """A captured step, or why there can be none. Raises OutOfMemoryError."""
         steps = [step for of_pool in self._steps.values() for step in of_pool.values()]
         if not any(isinstance(step, DecodeStep) for step in steps):
             # Memory that graphs share goes with the last of them.
-            self._memory = torch.cuda.graph_pool_handle()
+            stream = self._side_stream(call.tokens.device)
+            self._memory = GraphMemory(torch.cuda.graph_pool_handle(), stream)
+        assert self._memory is not None
         try:
             # What the model itself changes in a forward shows as a change at once.
             state = ModelState(self._model)
@@ -281,6 +300,8 @@ class FastDecode:
                 self._memory,
                 compile=self._compile,
             )
+        except torch.cuda.OutOfMemoryError:
+            raise
         except Exception as error:  # whatever a model does that a graph cannot repeat
             logger.debug("fast_decode: capture failed", exc_info=True)
             return f"a step cannot be captured: {error}"
@@ -292,9 +313,12 @@ class FastDecode:
         return step
 
     def _obstacle(self) -> str | None:
-        """Why the model cannot be captured as long as it is as it is."""
+        """Why the model cannot be captured as things are."""
         if self._num_wasted >= MAX_WASTED:
-            return "the model changes too often"
+            return "too many captures were in vain"
+        if self._pause:
+            self._pause -= 1
+            return NO_MEMORY
         if not self._allow_hooks and (reason := hooks_on(self._model)) is not None:
             return reason
         if self._model.config._attn_implementation != NAME:
@@ -308,6 +332,8 @@ class FastDecode:
         config = self._model.config
         if call.positions is None and config.get_text_config() is not config:
             return "no position_ids are passed, which a model of text and more works out itself"
+        if call.positions is None and any(map(_counts_from_padding, self._model.modules())):
+            return "no position_ids are passed, which the model works out of the tokens"
         if not _is_paged(call.cache):
             return "layers keep another state than K/V"
         tensors = [*self._model.parameters(), *self._model.buffers()]
@@ -363,6 +389,24 @@ def _is_paged(cache: PagedKVCache) -> bool:
     others = cache._other_layers()
     first = len(cache.layers) - len(others)
     return cache.layers[first:] == others and all(getattr(cache, "is_dummy", [not others])[first:])
+
+
+def _are_positions(positions: object, tokens: Tensor) -> bool:
+    """Whether a step can take them for `tokens [S, 1]`: one of each row, or one for all."""
+    return (
+        isinstance(positions, Tensor)
+        and positions.shape[-2:] in (tokens.shape, (1, 1))
+        and positions.dtype == torch.int64
+        and positions.device == tokens.device
+    )
+
+
+def _counts_from_padding(part: torch.nn.Module) -> bool:
+    """Whether positions count from that of the padding token on, as in RoBERTa and its kin."""
+    table = getattr(part, "position_embeddings", None)
+    return getattr(table, "padding_idx", None) is not None or hasattr(
+        part, "create_position_ids_from_input_ids"
+    )
 
 
 def _settle(cache: object) -> None:

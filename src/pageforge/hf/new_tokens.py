@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from pageforge import ops
@@ -97,10 +98,26 @@ class NewTokens:
         sinks: Tensor | None,  # [Hq]
     ) -> Tensor:  # [S, T, Hq, Dv]
         """Causal attention of the new tokens' queries, reading pages. Raises UseAfterFree."""
-        self._check_current()
         step, state = self.step, self.state
-        count = query.shape[2]
+        rows, num_heads, count, _ = query.shape
+        is_pending = state.pending is self
+        if not is_pending:  # else they are current
+            self._check_current()
         plan = step.plan(self.key_pages, window, padding) if count == 1 else None
+        if plan is not None and is_pending:
+            size = (rows, 1, num_heads, self.value.shape[3])
+            out = torch.empty(size, dtype=query.dtype, device=query.device)
+            state.decode_attention(self.layer, scale, softcap, sinks)(
+                _dense_last(query),
+                step.page_table,
+                plan.table,
+                plan.max_pieces,
+                out,
+                new_key=_dense_last(self.key),
+                new_value=_dense_last(self.value),
+            )
+            state.pending = None
+            return out
         options: dict[str, Any] = {
             "scale": scale,
             "window": window,
@@ -109,7 +126,7 @@ class NewTokens:
             "starts": step.starts(padding),
             "plan": plan,
         }
-        if state.pending is self:
+        if is_pending:  # on the CPU
             out = ops.write_and_attend(
                 _dense_last(query.squeeze(2)),
                 _dense_last(self.key.squeeze(2)),
@@ -133,7 +150,7 @@ class NewTokens:
             max_query_len=count,
             **options,
         )
-        return out.unflatten(0, (query.shape[0], count))
+        return out.unflatten(0, (rows, count))
 
     def _check_current(self) -> None:
         state = self.state
@@ -166,18 +183,25 @@ class LazyKV(LazyTensor):
 
 def lazy_kv(tokens: NewTokens) -> tuple[LazyKV, LazyKV]:
     """K and V that `tokens.dense()` would give, lazily."""
-    return _lazy(tokens, tokens.key, False), _lazy(tokens, tokens.value, True)
+    key, value = tokens.key, tokens.value
+    shape, strides = value_shape, value_strides = _dense_layout(tokens, key)
+    if value.shape[3] != key.shape[3]:
+        value_shape, value_strides = _dense_layout(tokens, value)
+    return (
+        LazyKV(shape, key.dtype, key.device, strides, tokens, False),
+        LazyKV(value_shape, value.dtype, value.device, value_strides, tokens, True),
+    )
 
 
-def _lazy(tokens: NewTokens, new: Tensor, is_value: bool) -> LazyKV:
+def _dense_layout(tokens: NewTokens, new: Tensor) -> tuple[tuple[int, ...], tuple[int, ...] | None]:
+    """Shape and strides of what `tokens.dense()` would give, `new` being the newest of it."""
     rows, heads, _, dim = new.shape
     step, strides = tokens.step, None
     if step.start:  # whole pages are gathered
         size = tokens.key_pages.shape[2]
         room = (pages_for(step.stop, size) - tokens.oldest // size) * size
         strides = (heads * room * dim, room * dim, dim, 1)
-    shape = (rows, heads, step.stop - tokens.oldest, dim)
-    return LazyKV(shape, new.dtype, new.device, strides, tokens, is_value)
+    return (rows, heads, step.stop - tokens.oldest, dim), strides
 
 
 def tokens_of(key: Tensor, value: Tensor) -> NewTokens | None:

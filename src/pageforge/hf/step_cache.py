@@ -107,6 +107,17 @@ class StepCache(Cache):
         shared = {"window": window, "starts": inputs.starts, "plan": plan}
         return *inputs.layer(layer), inputs.page_tables[group], shared
 
+    def check_written(self) -> None:
+        """Raise UnsupportedModel where a layer of the pool was left out: its pages would lack it.
+
+        Layers that use others' K/V are none of the pool's.
+        """
+        missing = sorted(self.group_of.keys() - self.written)
+        if missing:
+            raise UnsupportedModel(
+                f"decode step: layers {missing} did not write their K/V in the step"
+            )
+
     # What the mask function asks of the state of a cache.
 
     def stored_from(self, rows: int) -> None:

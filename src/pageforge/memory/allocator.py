@@ -60,6 +60,8 @@ class PageAllocator:
         # What follows grows with the pages opened so far, so that a large pool costs nothing until
         # it is used.
         self._counts: list[int] = []  # page -> reference count
+        self.num_shares = 0
+        """Counts `share` and `publish`: as long as it stands, who holds a page alone still does."""
         self._published: set[int] = set()  # pages to keep as cached when their last holder goes
         self._cached: OrderedDict[int, None] = OrderedDict()  # the next one to evict first
         self._ready: list[int] = []  # free pages of open chunks, the next one last; a few
@@ -212,6 +214,7 @@ class PageAllocator:
     def share(self, pages: Sequence[int]) -> None:
         """One more holder for each of `pages`, used or cached ones. Raises PageError."""
         self.check_share(pages)
+        self.num_shares += 1
         counts = self._counts
         for page in pages:
             if not counts[page]:
@@ -258,6 +261,7 @@ class PageAllocator:
             raise PageError(
                 expected(f"page {page}", "a used page", "a free or cached one", "publish first")
             )
+        self.num_shares += 1
         self._published.add(page)
 
     def unpublish(self, page: int) -> None:

@@ -193,7 +193,7 @@ def plan_decode(
     It holds for these `seq_lens`; on the CPU there is nothing to plan. Raises ShapeError.
     """
     _check_rows(page_table, seq_lens, starts, window, key_pages)
-    if not key_pages.is_cuda:
+    if not (key_pages.is_cuda and kernels.AVAILABLE):
         return None
     return _plan(seq_lens, page_table, key_pages, window, starts, None, batch_invariant)
 

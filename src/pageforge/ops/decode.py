@@ -62,92 +62,189 @@ def attend_decode(
     With `new_key` and `new_value` the last token's K/V are taken from there and written to its slot
     in the same launch; a row without tokens writes nothing.
     """
-    num_heads = query.shape[1]
-    _, num_kv_heads, _, value_dim = value_pages.shape
-    num_rows, device = page_table.shape[0], query.device
-    if num_rows == 0:
-        return
-    group = num_heads // num_kv_heads
-    accessed: tuple[Tensor, ...] = (query, key_pages, value_pages, out)
-    new = None
-    if new_key is not None and new_value is not None:
-        accessed += (new_key, new_value)
-        new = new_key.stride(), new_value.stride(), new_key.dtype, new_value.dtype
-    merges = max_pieces > num_rows
-    # Where other rows must not matter, not even the longest's length, which is in `max_pieces`.
-    per_row = INVARIANT_PIECES if batch_invariant else ceil_div(max_pieces, num_rows)
-    merges_inside = per_row * group * value_dim * 4 <= MERGED_BYTES
-    variant = (
-        query.shape[1:],
-        query.stride(),
-        query.dtype,
-        key_pages.dtype,
-        key_pages.shape[1:],
-        key_pages.stride(0),
-        value_pages.stride(0),
-        value_dim,
-        new,
-        softcap is None,
-        None if sinks is None else sinks.dtype,
-        None if alibi_slopes is None else alibi_slopes.dtype,
-        cu_query_lens is None,
-        lse is None,
-        misaligned(accessed),
-        merges_inside,
+    attention = DecodeAttention(
+        key_pages,
+        value_pages,
+        Scratch(),
+        scale=scale,
+        softcap=softcap,
+        sinks=sinks,
+        alibi_slopes=alibi_slopes,
     )
-    constants, options = _variant(variant, device)
-    found = query.new_empty(
-        max_pieces * num_heads * (value_dim + 1) if merges else 0, dtype=torch.float32
+    attention(
+        query,
+        page_table,
+        plan_table,
+        max_pieces,
+        out,
+        seq_lens=seq_lens,
+        cu_query_lens=cu_query_lens,
+        lse=lse,
+        new_key=new_key,
+        new_value=new_value,
+        batch_invariant=batch_invariant,
     )
-    sizes = (num_rows, max_pieces * num_heads * value_dim)
-    _launch_decode(
-        variant,
-        device,
-        (max_pieces * num_kv_heads, 1, 1),
-        (
-            query,
-            key_pages,
-            value_pages,
-            new_key,
-            new_value,
-            page_table,
-            seq_lens if alibi_slopes is not None else None,
-            cu_query_lens,
-            plan_table,
-            sinks,
-            alibi_slopes,
-            out,
-            lse,
-            found,
-            *sizes,
-            page_table.stride(0),
-            scale,
-            softcap or 0.0,
-        ),
-        constants,
-        options,
-    )
-    if merges and not merges_inside:
-        _launch_merge(
+
+
+class Scratch:
+    """Where pieces of rows leave what they find, for launches that follow each other on a stream.
+
+    Each has read what it needs when the next begins to write.
+    """
+
+    def __init__(self) -> None:
+        self._memory: dict[torch.device, Tensor] = {}
+
+    def take(self, size: int, device: torch.device) -> Tensor:
+        """At least `size` float32 on `device`, of any contents."""
+        memory = self._memory.get(device)
+        if memory is None or memory.shape[0] < size:
+            memory = torch.empty(size, dtype=torch.float32, device=device)
+            self._memory[device] = memory
+        return memory
+
+
+class DecodeAttention:
+    """`attend_decode` of one layer, step after step, with tensors that are laid out alike.
+
+    What follows from their layout is worked out once: the host may have no longer for a layer than
+    the device takes.
+    """
+
+    def __init__(
+        self,
+        key_pages: Tensor,  # [N, Hkv, P, Dk]
+        value_pages: Tensor,  # [N, Hkv, P, Dv]
+        scratch: Scratch,
+        *,
+        scale: float,
+        softcap: float | None = None,
+        sinks: Tensor | None = None,  # [Hq]
+        alibi_slopes: Tensor | None = None,  # [Hq] float32
+    ):
+        self.key_pages = key_pages
+        self.value_pages = value_pages
+        self.scratch = scratch
+        self.scale = scale
+        self.softcap = softcap
+        self.sinks = sinks
+        self.alibi_slopes = alibi_slopes
+        self._layout: tuple[Any, ...] = ()  # of the last call's tensors
+        self._variant: tuple[Any, ...] = ()  # which follows from it
+
+    def __call__(
+        self,
+        query: Tensor,  # [T, Hq, Dk] or [S, Hq, 1, Dk]
+        page_table: Tensor,  # [S, M] int32
+        plan_table: Tensor,
+        max_pieces: int,
+        out: Tensor,  # [T, Hq, Dv], written, or any other shape of as many elements
+        *,
+        seq_lens: Tensor | None = None,
+        cu_query_lens: Tensor | None = None,
+        lse: Tensor | None = None,
+        new_key: Tensor | None = None,  # [S, Hkv, Dk] or [S, Hkv, 1, Dk]
+        new_value: Tensor | None = None,  # [S, Hkv, Dv] or [S, Hkv, 1, Dv]
+        batch_invariant: bool = False,
+    ) -> None:
+        """See `attend_decode`. Nothing is checked."""
+        num_rows, device = page_table.shape[0], query.device
+        if num_rows == 0:
+            return
+        num_heads = query.shape[1]
+        value_dim = self.value_pages.shape[3]
+        merges = max_pieces > num_rows
+        # Where other rows must not matter, not even the longest's length, which is in `max_pieces`.
+        per_row = INVARIANT_PIECES if batch_invariant else ceil_div(max_pieces, num_rows)
+        group = num_heads // self.key_pages.shape[1]
+        merges_inside = per_row * group * value_dim * 4 <= MERGED_BYTES
+        accessed: tuple[Tensor, ...] = (query, self.key_pages, self.value_pages, out)
+        new = None
+        if new_key is not None and new_value is not None:
+            accessed += (new_key, new_value)
+            new = new_key.stride(), new_value.stride(), new_key.dtype, new_value.dtype
+        flags = cu_query_lens is None, lse is None, misaligned(accessed), merges_inside
+        layout = query.shape, query.stride(), query.dtype, new, flags
+        if layout != self._layout:
+            self._variant = self._variant_of(query, new, flags)
+            self._layout = layout
+        variant = self._variant
+        constants, options = _constants_for(variant, device)
+        size = max_pieces * num_heads * (value_dim + 1) if merges else 0
+        found = self.scratch.take(size, device)
+        sizes = (num_rows, max_pieces * num_heads * value_dim)
+        _launch_decode(
             variant,
             device,
-            (num_rows, num_heads, ceil_div(value_dim, MERGED_DIMS)),
-            (found, plan_table, cu_query_lens, sinks, out, lse, *sizes),
-            {"HEADS": num_heads, "VALUE_DIM": value_dim, "PIECES": MERGED_PIECES}
-            | {"DIMS": MERGED_DIMS, "HEAD": HEADER, "CHAINED": constants["CHAINED"]},
-            _chain(device) | {"num_warps": 1},
+            (max_pieces * self.key_pages.shape[1], 1, 1),
+            (
+                query,
+                self.key_pages,
+                self.value_pages,
+                new_key,
+                new_value,
+                page_table,
+                seq_lens if self.alibi_slopes is not None else None,
+                cu_query_lens,
+                plan_table,
+                self.sinks,
+                self.alibi_slopes,
+                out,
+                lse,
+                found,
+                *sizes,
+                page_table.stride(0),
+                self.scale,
+                self.softcap or 0.0,
+            ),
+            constants,
+            options,
+        )
+        if merges and not merges_inside:
+            _launch_merge(
+                variant,
+                device,
+                (num_rows, num_heads, ceil_div(value_dim, MERGED_DIMS)),
+                (found, plan_table, cu_query_lens, self.sinks, out, lse, *sizes),
+                {"HEADS": num_heads, "VALUE_DIM": value_dim, "PIECES": MERGED_PIECES}
+                | {"DIMS": MERGED_DIMS, "HEAD": HEADER, "CHAINED": constants["CHAINED"]},
+                _chain(device) | {"num_warps": 1},
+            )
+
+    def _variant_of(
+        self, query: Tensor, new: tuple[Any, ...] | None, flags: tuple[Any, ...]
+    ) -> tuple[Any, ...]:
+        """What the kernels' compiled variants differ by."""
+        sinks, slopes = self.sinks, self.alibi_slopes
+        if new is not None:
+            key_strides, value_strides, *dtypes = new
+            new = (*key_strides[:2], *value_strides[:2], *dtypes)
+        return (
+            (query.shape[1], query.shape[-1]),
+            (query.stride(0), query.stride(1)),
+            query.dtype,
+            self.key_pages.dtype,
+            self.key_pages.shape[1:],
+            self.key_pages.stride(0),
+            self.value_pages.stride(0),
+            self.value_pages.shape[3],
+            self.softcap is None,
+            None if sinks is None else sinks.dtype,
+            None if slopes is None else slopes.dtype,
+            new,
+            *flags,
         )
 
 
 @functools.cache
-def _variant(
+def _constants_for(
     variant: tuple[Any, ...], device: torch.device
 ) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The kernel's constants and options, which follow from `attend_decode`'s variant."""
-    (num_heads, key_dim), (query_row, query_head, _), _, dtype = variant[:4]
-    (num_kv_heads, page_size, _), key_page, value_page, value_dim, new, no_cap = variant[4:10]
-    merges_inside = variant[-1]
-    new_key, new_value = new[:2] if new else ((0, 0, 0), (0, 0, 0))
+    """The decode kernel's constants and options, which follow from the variant."""
+    (num_heads, key_dim), (query_row, query_head), _, dtype = variant[:4]
+    (num_kv_heads, page_size, _), key_page, value_page, value_dim, no_cap = variant[4:9]
+    new, merges_inside = variant[11], variant[-1]
+    new_key_row, new_key_head, new_value_row, new_value_head = new[:4] if new else (0, 0, 0, 0)
     group = num_heads // num_kv_heads
     tiling = tiling_for(max(key_dim, value_dim), dtype, device)
     key_pad, value_pad = (max(16, triton.next_power_of_2(dim)) for dim in (key_dim, value_dim))
@@ -159,10 +256,10 @@ def _variant(
         "QUERY_HEAD": query_head,
         "KEY_PAGE": key_page,
         "VALUE_PAGE": value_page,
-        "NEW_KEY_ROW": new_key[0],
-        "NEW_KEY_HEAD": new_key[1],
-        "NEW_VALUE_ROW": new_value[0],
-        "NEW_VALUE_HEAD": new_value[1],
+        "NEW_KEY_ROW": new_key_row,
+        "NEW_KEY_HEAD": new_key_head,
+        "NEW_VALUE_ROW": new_value_row,
+        "NEW_VALUE_HEAD": new_value_head,
         "KV_HEADS": num_kv_heads,
         "GROUP": group,
         "GROUP_PAD": max(16, lanes),
