@@ -22,6 +22,8 @@ from tests.ops.attention_cases import make_step
 
 triton = pytest.importorskip("triton")
 
+from pageforge.ops.prefill import hopper  # noqa: E402
+
 pytestmark = pytest.mark.slow
 
 SHARED_BYTES = {
@@ -100,18 +102,36 @@ def _decode(
 
 
 def prefill(job: Job, everything: bool = False) -> None:
-    from pageforge.ops.prefill import attend_prefill
+    from pageforge.ops import prefill
 
-    num_heads = 32
+    prefill.hopper = None  # `compile_job` sets this back
     more: dict[str, Any] = {}
     if everything:
-        slopes = torch.rand(num_heads)
+        slopes = torch.rand(32)
         more = {"softcap": 9.0, "alibi_slopes": slopes, "sinks": slopes.to(job.dtype)}
+    _prefill(job, bounded=everything, **more)
+
+
+def prefill_hopper(job: Job, **options: Any) -> None:
+    """By the kernel that is for Hopper alone."""
+    _prefill(job, **options)
+
+
+def _prefill(
+    job: Job,
+    heads: tuple[int, int] = (32, 8),
+    page_size: int = 16,
+    bounded: bool = False,
+    **more: Any,
+) -> None:
+    from pageforge.ops.prefill import attend_prefill
+
+    if bounded:
         more |= {"window": 512, "starts": torch.zeros(1, dtype=torch.int32)}
-        more["lse"] = torch.zeros(9, num_heads)
-    step = make_step([99], heads=(num_heads, 8), dims=job.dims, page_size=16, dtype=job.dtype)
-    query = torch.zeros(9, num_heads, job.dims[0], dtype=job.dtype)
-    out = torch.zeros(9, num_heads, job.dims[1], dtype=job.dtype)
+        more["lse"] = torch.zeros(9, heads[0])
+    step = make_step([99], heads=heads, dims=job.dims, page_size=page_size, dtype=job.dtype)
+    query = torch.zeros(9, heads[0], job.dims[0], dtype=job.dtype)
+    out = torch.zeros(9, heads[0], job.dims[1], dtype=job.dtype)
     attend_prefill(
         *(query, step.key_pages, step.value_pages, step.page_table, step.seq_lens),
         *(torch.tensor([0, 9], dtype=torch.int32), out),
@@ -132,6 +152,19 @@ def cache(job: Job) -> None:
     for source, target in ((slots, slots), (slots, None), (None, slots)):
         copy.launch_copy(step.store, step.store, source, target, 2)
 
+
+def hopper_job(dtype: torch.dtype, dim: int, page_size: int, **more: Any) -> Job:
+    options = {"page_size": page_size, **more}
+    return Job("prefill_hopper", 90, dtype, (dim, dim), tuple(options.items()))
+
+
+HOPPER = [
+    hopper_job(BF16, 128, 16),
+    hopper_job(FP16, 128, 8, bounded=True),
+    hopper_job(FP16, 128, 128, heads=(24, 1)),
+    hopper_job(FP16, 64, 16, heads=(12, 12)),
+    hopper_job(BF16, 64, 64, heads=(9, 3), bounded=True),
+]
 
 ODD: list[tuple[int, int]] = [(16, 16), (40, 40), (80, 96), (112, 112), (192, 128)]
 
@@ -160,6 +193,7 @@ JOBS = [
     Job("decode_step", 90, BF16, (128, 128), (("stages", 2),)),
     Job("decode_step", 90, BF16, (128, 128), (("stages", 3),)),
     Job("decode_step", 90, BF16, (128, 128), (("stages", 4),)),
+    *([] if hopper is None else HOPPER),
 ]
 
 
@@ -197,6 +231,7 @@ def compile_job(job: Job) -> list[Kernel]:
         chain = {"launch_pdl": True} if job.arch >= 90 else {}
         patch.setattr(decode, "_chain", lambda _: chain)
         patch.setattr(prefill, "_capability", lambda _: capability)
+        patch.setattr(prefill, "hopper", prefill.hopper)
         decode._constants_for.cache_clear()
         globals()[job.call](job, **dict(job.options))
     return compiled
@@ -206,6 +241,7 @@ def _compile(kernel: Any, arch: int, args: tuple[Any, ...], options: dict[str, A
     """As Triton does when a kernel is launched, but for a device that is named."""
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource, make_backend
+    from triton.experimental.gluon._runtime import GluonASTSource
     from triton.runtime.jit import create_function_from_signature
 
     target = GPUTarget("cuda", arch, 32)
@@ -216,7 +252,8 @@ def _compile(kernel: Any, arch: int, args: tuple[Any, ...], options: dict[str, A
     parsed, signature, constants, attributes = kernel._pack_args(
         backend, options, bound, specialization, rest
     )
-    source = ASTSource(kernel, signature, constants, attributes)
+    make_source = GluonASTSource if kernel.is_gluon() else ASTSource
+    source = make_source(kernel, signature, constants, attributes)
     done = triton.compile(source, target=target, options=parsed.__dict__)
     return Kernel(kernel.__name__, done.metadata.shared, done.asm["ptx"])
 
@@ -230,6 +267,7 @@ def kernels_of_the_ops() -> set[str]:
     modules = [
         importlib.import_module(f"pageforge.ops.{module.name}")
         for module in pkgutil.iter_modules(ops.__path__)
+        if hopper is not None or module.name != "prefill_hopper"
     ]
     names = {
         value.__name__
@@ -283,6 +321,16 @@ def test_it_compiles_and_fits(job: Job, compiled: Callable[[Job], list[Kernel]])
         assert not local, f"{kernel.name} keeps an array in local memory"
     merges = [kernel.name for kernel in kernels].count("_merge_kernel")
     assert merges == (job.call == "decode_step")
+
+
+@pytest.mark.skipif(hopper is None, reason="Gluon is missing, or not one the kernel is for")
+@pytest.mark.parametrize("job", HOPPER, ids=str)
+def test_hopper_has_a_kernel_of_its_own(job: Job, compiled: Callable[[Job], list[Kernel]]) -> None:
+    """Pages are copied by TMA, products run beside the rest, and warps share the registers out."""
+    (kernel,) = compiled(job)
+    assert kernel.name == "_prefill_hopper_kernel"
+    for instruction in ("cp.async.bulk.tensor.2d", "wgmma.mma_async", "setmaxnreg.inc"):
+        assert instruction in kernel.ptx
 
 
 def test_no_kernel_is_forgotten(

@@ -137,9 +137,9 @@ class CacheState:
             or (found.scale, found.softcap) != (scale, softcap)
         ):
             assert self.pool is not None
-            _, *pages = self.pool.layer(layer)
+            _, key_pages, value_pages = self.pool.layer(layer)
             found = ops.DecodeAttention(
-                *pages, self._scratch, scale=scale, softcap=softcap, sinks=sinks
+                key_pages, value_pages, self._scratch, scale=scale, softcap=softcap, sinks=sinks
             )
             self._attentions[layer] = found
         return found

@@ -44,3 +44,26 @@ def tile_columns(width: int) -> int:
     if divisor < MIN_COLUMNS:
         divisor = max(MIN_COLUMNS, 1 << (width - 1).bit_length())
     return min(divisor, MAX_COLUMNS)
+
+
+@jit()
+def first_block(first_token, row, QUERIES: tl.constexpr):
+    """Where the blocks of `row` begin.
+
+    All queries before it, packed tight, fill `first_token // QUERIES` blocks; each row before it
+    may need one more, since a block serves one row.
+    """
+    return first_token // QUERIES + row
+
+
+@jit()
+def row_of_block(cu_ptr, num_rows, block, QUERIES: tl.constexpr):
+    """The last row whose blocks begin at `block` or before, by bisection."""
+    left = 0
+    right = num_rows
+    while right - left > 1:
+        middle = (left + right) // 2
+        begins = first_block(tl.load(cu_ptr + middle), middle, QUERIES) <= block
+        left = tl.where(begins, middle, left)
+        right = tl.where(begins, right, middle)
+    return left

@@ -5,6 +5,8 @@ and the query heads that share a KV head: these (query, head) pairs fill the row
 units, and K/V are read once for all of them. It walks over the tiles of tokens that its queries
 see: first the tiles that all of them see whole, without any mask, then those at an edge.
 
+On Hopper `prefill_hopper.py` does the same in most cases, half as fast again.
+
 The grid is an upper bound that the host knows; each program finds its row in `cu_query_lens` on
 the device, so that lengths change under a captured graph without a recapture or a host sync.
 """
@@ -18,7 +20,12 @@ import torch
 from torch import Tensor
 
 from pageforge.geometry import ceil_div
-from pageforge.ops.kernels import LOG2E, jit, tl, triton
+from pageforge.ops.kernels import LOG2E, first_block, jit, row_of_block, tl, triton
+
+try:
+    from pageforge.ops import prefill_hopper as hopper
+except ImportError:  # which it raises where Triton is missing, or another than it was written for
+    hopper = None  # type: ignore[assignment]
 
 
 def attend_prefill(
@@ -55,9 +62,33 @@ def attend_prefill(
     num_rows = seq_lens.shape[0]
     if num_tokens == 0 or num_rows == 0:
         return
+    capability = _capability(query.device)
+    if (
+        hopper is not None
+        and capability == (9, 0)
+        and softcap is None
+        and sinks is None
+        and alibi_slopes is None
+        and hopper.serves(query, key_pages, value_pages)
+    ):
+        hopper.attend_prefill(
+            query,
+            key_pages,
+            value_pages,
+            page_table,
+            seq_lens,
+            cu_query_lens,
+            out,
+            scale=scale,
+            window=window,
+            starts=starts,
+            lse=lse,
+            min_query_len=min_query_len,
+        )
+        return
     key_pad, value_pad = _padded(key_dim), _padded(value_dim)
     width = max(query.element_size(), key_pages.element_size())
-    tiling = _tiling(max(key_pad, value_pad), width, _capability(query.device))
+    tiling = _tiling(max(key_pad, value_pad), width, capability)
     group = num_heads // num_kv_heads
     # A group wider than a program is shared out evenly among several.
     parts = ceil_div(group, tiling.pairs)
@@ -205,10 +236,10 @@ def _prefill_kernel(
     kv_head = tl.program_id(1) // PARTS
     part = tl.program_id(1) % PARTS
 
-    row = _row_of_block(cu_ptr, num_rows, block, QUERIES)
+    row = row_of_block(cu_ptr, num_rows, block, QUERIES)
     first_token = tl.load(cu_ptr + row)
     num_queries = tl.load(cu_ptr + row + 1) - first_token
-    at = (block - _first_block(first_token, row, QUERIES)) * QUERIES
+    at = (block - first_block(first_token, row, QUERIES)) * QUERIES
     if (at < 0) | (at >= num_queries) | (num_queries < min_query_len):
         return
     length = tl.load(lens_ptr + row)
@@ -340,26 +371,3 @@ def _load_rows(rows, dim, DIM: tl.constexpr, PAD: tl.constexpr):
         return tl.load(rows + dim)
     else:
         return tl.load(rows + dim, mask=dim < DIM, other=0.0)
-
-
-@jit()
-def _first_block(first_token, row, QUERIES: tl.constexpr):
-    """Where the blocks of `row` begin.
-
-    All queries before it, packed tight, fill `first_token // QUERIES` blocks; each row before it
-    may need one more, since a block serves one row.
-    """
-    return first_token // QUERIES + row
-
-
-@jit()
-def _row_of_block(cu_ptr, num_rows, block, QUERIES: tl.constexpr):
-    """The last row whose blocks begin at `block` or before, by bisection."""
-    left = 0
-    right = num_rows
-    while right - left > 1:
-        middle = (left + right) // 2
-        begins = _first_block(tl.load(cu_ptr + middle), middle, QUERIES) <= block
-        left = tl.where(begins, middle, left)
-        right = tl.where(begins, right, middle)
-    return left
