@@ -538,6 +538,11 @@ class PagePool:
             )
         return self._groups[index]
 
+    @property
+    def is_closed(self) -> bool:
+        """Whether `close` was called."""
+        return self._closed
+
     def check_open(self) -> None:
         """Raise UseAfterFree if the pool was closed."""
         if self._closed:

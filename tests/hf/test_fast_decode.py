@@ -6,6 +6,7 @@ import copy
 import functools
 import gc
 import inspect
+import sys
 import threading
 import weakref
 from collections.abc import Callable, Iterator
@@ -69,7 +70,10 @@ def _no_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(decode_step, "CapturedStep", StandIn)
     monkeypatch.setattr(torch.cuda, "graph_pool_handle", object)
     monkeypatch.setattr(torch.cuda, "Stream", lambda device: SimpleNamespace(device=device))
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda *_: None)
+    stream = SimpleNamespace(cuda_stream=7)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda *_: stream)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: -1)  # the CPU's number
+    monkeypatch.setattr(sys.modules[FastDecode.__module__], "stream_handle", lambda _: 7)
     monkeypatch.setattr(torch.cuda, "Event", lambda: event)
 
 
@@ -108,6 +112,65 @@ def test_greedy(model: PreTrainedModel, rows: int, padded: bool) -> None:
     assert decode.num_replays == 18 + 19  # the first step was compared with an eager one
     assert decode.num_captures == 1
     assert not decode.eager_steps
+
+
+def test_a_step_begins_before_all_is_looked_at(
+    model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It runs while the host sees to it that it was the right one."""
+    begun = []
+    begin = decode_step.DecodeStep.begin
+
+    def spy(self: decode_step.DecodeStep, *args: Any) -> bool:
+        begun.append(begin(self, *args))
+        return begun[-1]
+
+    monkeypatch.setattr(decode_step.DecodeStep, "begin", spy)
+    inputs = prompt(3, 13, padded=True)
+    want = model.generate(**inputs, **GREEDY)
+    decode = fast(model)
+    with decode._installed():
+        assert torch.equal(model.generate(**inputs, **GREEDY), want)
+        assert begun == [True] * 18
+        assert torch.equal(model.generate(**inputs, **GREEDY), want)
+    assert begun == [True] * 18 + [True] * 18, "the first step of another cache is prepared"
+
+
+def test_a_step_that_was_begun_in_vain(llama: PreTrainedModel) -> None:
+    """The call is another than it seemed: what ran already leaves no trace."""
+    tokens = torch.randint(2, 100, (12, 2, 1), generator=torch.Generator().manual_seed(9))
+    ids = prompt(2, 9)["input_ids"]
+    name = cache_argument(llama)
+
+    def run(decode: FastDecode | None) -> list[Tensor]:
+        cache, logits = PagedKVCache(llama.config), []
+        llama(ids, **{name: cache})
+        for number, token in enumerate(tokens):
+            more: dict[str, Any] = {}
+            length = cache.get_seq_length() + 1
+            if number == 3:
+                more["attention_mask"] = ids.new_ones(2, length)
+                more["attention_mask"][1, 4] = 0  # a hole
+            if number == 5:
+                more["logits_to_keep"] = 1  # another variant
+            if number == 7:
+                more["position_ids"] = torch.full((2, 1), length + 3)
+            if number == 9:
+                cache.crop(-3)
+            if number == 10:
+                llama.train()
+            logits.append(llama(token, **{name: cache}, **more).logits)
+            llama.eval()
+        return logits
+
+    with torch.no_grad():
+        want = run(None)
+        decode = fast(llama)
+        with decode._installed():
+            got = run(decode)
+    assert decode.num_replays >= 7
+    for one, other in zip(got, want, strict=True):
+        torch.testing.assert_close(one, other, atol=1e-4, rtol=1e-4)
 
 
 def test_beams_samples_and_other_batch_sizes(model: PreTrainedModel) -> None:

@@ -176,6 +176,13 @@ class CacheState:
         self._is_ahead = True
         return length
 
+    @property
+    def ready_batch(self) -> SequenceBatch | None:
+        """The batch, if a step can run at once: there is room for it, and no token is kept back."""
+        if not self._is_ahead or self.pending is not None or self._freed:
+            return None
+        return None if self.pool is None or self.pool.is_closed else self.batch
+
     def finish_step(self) -> None:
         """Every layer has one token more."""
         self.lengths = {layer: length + 1 for layer, length in self.lengths.items()}

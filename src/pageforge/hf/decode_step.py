@@ -67,6 +67,8 @@ class DecodeStep:
         self._inputs = StepInputs(call.cache.pool, bucket(len(call.tokens)), max_tokens, dims)
         self._batch: Callable[[], SequenceBatch | None] = lambda: None
         self._rows = 0
+        self._tokens = self._inputs.tokens  # those of the rows that there are
+        self._positions = self._inputs.positions
         self._changes = 0  # of the batch's tables, when they were taken over
         self._length = 0  # tokens of each row, on the device
         self._padding: tuple[int, ...] | None = None
@@ -120,30 +122,58 @@ class DecodeStep:
         """Whether rows of `length` tokens can take one more."""
         return length < self._inputs.max_tokens
 
-    def replay(self, call: Call, length: int) -> tuple[ModelOutput, Callable[[], bool]] | str:
+    def begin(self, batch: SequenceBatch, tokens: Tensor, positions: Tensor | None) -> bool:
+        """Run the step if, at a glance, it is the next one of these rows; `replay` looks closely.
+
+        Until then the device would have nothing to do. A step too much does no harm: it writes to
+        where the next token comes anyway.
+        """
+        if (
+            self._batch() is not batch
+            or batch.length != self._length + 1
+            or self._changes != batch.num_changes
+            or not self.fits(self._length)
+            or tokens.shape != self._tokens.shape
+            or (positions is None) != self._inputs.counts_positions
+            or (positions is not None and positions.shape != self._positions.shape)
+        ):
+            return False
+        self._run(tokens, positions)
+        return True
+
+    def replay(
+        self, call: Call, length: int, *, begun: bool = False
+    ) -> tuple[ModelOutput, Callable[[], bool]] | str:
         """Run the step on rows that hold `length` tokens and have room for one more.
 
         Returns what the model returns, and a function that waits until it is known whether the
         mask was what the step assumes: if not, the output is wrong. Or says why the call cannot be
-        served.
+        served. With `begun` the step runs already.
         """
         batch, count = call.cache._state.batch, len(call.tokens)
         assert batch is not None
         moved = self._changes != batch.num_changes
-        known = self._batch() is batch and (self._rows, self._length) == (count, length)
-        if not known or (moved and self._padding):
+        known = self._batch() is batch and (self._rows, self._length - begun) == (count, length)
+        if not known or (moved and (begun or self._padding)):
             refusal = self._load(call, batch, length)
             if refusal is not None:
                 return refusal
+            begun = False
         elif moved:
             self.follow(batch)
-        self._inputs.tokens[:count].copy_(call.tokens)
-        if call.positions is not None:
-            self._inputs.positions[..., :count, :].copy_(call.positions)
-        is_right = self._compare(call.mask, count, length + 1)
+        if not begun:
+            self._run(call.tokens, call.positions)
+        return (
+            _outputs(self._captured.outputs, count, call.cache),
+            self._compare(call.mask, count, length + 1),
+        )
+
+    def _run(self, tokens: Tensor, positions: Tensor | None) -> None:
+        self._tokens.copy_(tokens)
+        if positions is not None:
+            self._positions.copy_(positions)
         self._captured.replay()
-        self._length = length + 1
-        return _outputs(self._captured.outputs, count, call.cache), is_right
+        self._length += 1
 
     def follow(self, batch: SequenceBatch) -> None:
         """Take over the pages of the batch that was last replayed."""
@@ -170,6 +200,10 @@ class DecodeStep:
         self._inputs.load(batch, length, self._padding)
         self._batch = weakref.ref(batch)
         self._rows = len(batch)
+        with torch.inference_mode(False):  # else they could only be written to in that mode
+            self._tokens = self._inputs.tokens[: len(batch)]
+            self._positions = self._inputs.positions[..., : len(batch), :]
+        self._length = length
         self._changes = batch.num_changes
         return None
 

@@ -22,6 +22,7 @@ from pageforge.hf.attention import NAME
 from pageforge.hf.cache import PagedKVCache
 from pageforge.hf.decode_step import HOLES, Call, DecodeStep, agree
 from pageforge.model_state import PLAIN, ModelState, hooks_on
+from pageforge.ops.launch import stream_handle
 from pageforge.pool import PagePool
 from pageforge.probe import cache_argument
 
@@ -106,6 +107,7 @@ class FastDecode:
         self._memory: GraphMemory | None = None
         self._side_stream = functools.cache(torch.cuda.Stream)  # of a device, for its captures
         self._stream: torch.cuda.Stream | None = None
+        self._latest: tuple[Callable[[], PagedKVCache | None], DecodeStep] | None = None
         self._caches: weakref.WeakSet[PagedKVCache] = weakref.WeakSet()
         self._lock = threading.RLock()
 
@@ -134,7 +136,7 @@ class FastDecode:
             for config, implementation in attention:
                 config._attn_implementation = implementation
             self._steps.clear()
-            self._state = self._pool = None
+            self._state = self._pool = self._latest = None
             for cache in list(self._caches):
                 _settle(cache)
 
@@ -178,11 +180,15 @@ class FastDecode:
     # --- forwards ---------------------------------------------------------------------------
 
     def _step_or_forward(self, *args: Any, **kwargs: Any) -> Any:
-        found = self._call(dict(zip(self._parameters, args, strict=False)) | kwargs)
-        if isinstance(found, Call):
-            # What is launched and waited for belongs to the tokens' device, current or not.
-            with self._lock, torch.cuda.device_of(found.tokens):
-                found = self._replay(found, functools.partial(self._forward, *args, **kwargs))
+        given = dict(zip(self._parameters, args, strict=False)) | kwargs
+        with self._lock:
+            begun = self._begin(given)
+            found = self._call(given)
+            if isinstance(found, Call):
+                # What is launched and waited for belongs to the tokens' device, current or not.
+                with torch.cuda.device_of(found.tokens):
+                    forward = functools.partial(self._forward, *args, **kwargs)
+                    found = self._replay(found, forward, begun)
         if found is not None and not isinstance(found, str):
             return found
         if found is not None:
@@ -194,6 +200,32 @@ class FastDecode:
         if not self.eager_steps[reason]:
             logger.warning("fast_decode: decode steps run eagerly: %s", reason)
         self.eager_steps[reason] += 1
+
+    def _begin(self, given: dict[str, Any]) -> DecodeStep | None:
+        """Launch what seems to be asked for: the step that was replayed last, once more.
+
+        Whether it is, and whether the model is still what it was, is seen while the device works.
+        """
+        if self._latest is None:
+            return None
+        find_cache, step = self._latest
+        self._latest = None  # until it has shown to be right
+        cache: Any = given.get(self._cache_name)
+        if cache is None or find_cache() is not cache:
+            return None
+        batch = cache._state.ready_batch
+        tokens, positions = given.get("input_ids"), given.get("position_ids")
+        if (
+            batch is None
+            or not isinstance(tokens, Tensor)
+            or not isinstance(positions, Tensor | None)
+            or tokens.get_device() != torch.cuda.current_device()
+            or self._stream is None
+            or self._stream.cuda_stream != stream_handle(tokens.device)
+        ):
+            return None
+        cache.pool.use_stream(tokens.device)
+        return step if step.begin(batch, tokens, positions) else None
 
     def _call(self, kwargs: dict[str, Any]) -> Call | str | None:
         """The decode step asked for; why it cannot be replayed; None where it is no such step."""
@@ -228,8 +260,11 @@ class FastDecode:
                 return f"{name} is passed"
         return Call(tokens, positions, mask, cache, tuple(sorted(options.items())))
 
-    def _replay(self, call: Call, forward: Callable[[], Any]) -> Any:
-        """The step's output, or why it has to run eagerly, which is what `forward` does."""
+    def _replay(self, call: Call, forward: Callable[[], Any], begun: DecodeStep | None) -> Any:
+        """The step's output, or why it has to run eagerly, which is what `forward` does.
+
+        `begun`: the step that runs already, if any.
+        """
         state = call.cache._state
         steps = self._steps.setdefault(call.cache.pool, {})
         step = steps.get(call.variant)
@@ -252,7 +287,7 @@ class FastDecode:
         self._order_streams()
         length = state.begin_step()
         self._caches.add(call.cache)
-        replayed = step.replay(call, length)
+        replayed = step.replay(call, length, begun=step is begun)
         if isinstance(replayed, str):
             return replayed
         output, mask_was_right = replayed
@@ -275,6 +310,7 @@ class FastDecode:
                 self._note(reason)
                 return output
             step.is_trusted = True
+        self._latest = weakref.ref(call.cache), step
         if step.fits(length + 1):
             state.reach_ahead()
             assert state.batch is not None

@@ -129,8 +129,10 @@ class DecodeAttention:
         self.softcap = softcap
         self.sinks = sinks
         self.alibi_slopes = alibi_slopes
-        self._layout: tuple[Any, ...] = ()  # of the last call's tensors
-        self._variant: tuple[Any, ...] = ()  # which follows from it
+        self._layout: tuple[Any, ...] = ()  # of the last call's tensors; what follows from it:
+        self._variant: tuple[Any, ...] = ()
+        self._constants: dict[str, Any] = {}
+        self._options: dict[str, Any] = {}
 
     def __call__(
         self,
@@ -158,7 +160,7 @@ class DecodeAttention:
         per_row = INVARIANT_PIECES if batch_invariant else ceil_div(max_pieces, num_rows)
         group = num_heads // self.key_pages.shape[1]
         merges_inside = per_row * group * value_dim * 4 <= MERGED_BYTES
-        accessed: tuple[Tensor, ...] = (query, self.key_pages, self.value_pages, out)
+        accessed: tuple[Tensor, ...] = (query, out)
         new = None
         if new_key is not None and new_value is not None:
             accessed += (new_key, new_value)
@@ -167,9 +169,9 @@ class DecodeAttention:
         layout = query.shape, query.stride(), query.dtype, new, flags
         if layout != self._layout:
             self._variant = self._variant_of(query, new, flags)
+            self._constants, self._options = _constants_for(self._variant, device)
             self._layout = layout
         variant = self._variant
-        constants, options = _constants_for(variant, device)
         size = max_pieces * num_heads * (value_dim + 1) if merges else 0
         found = self.scratch.take(size, device)
         sizes = (num_rows, max_pieces * num_heads * value_dim)
@@ -197,8 +199,8 @@ class DecodeAttention:
                 self.scale,
                 self.softcap or 0.0,
             ),
-            constants,
-            options,
+            self._constants,
+            self._options,
         )
         if merges and not merges_inside:
             _launch_merge(
@@ -207,7 +209,7 @@ class DecodeAttention:
                 (num_rows, num_heads, ceil_div(value_dim, MERGED_DIMS)),
                 (found, plan_table, cu_query_lens, self.sinks, out, lse, *sizes),
                 {"HEADS": num_heads, "VALUE_DIM": value_dim, "PIECES": MERGED_PIECES}
-                | {"DIMS": MERGED_DIMS, "HEAD": HEADER, "CHAINED": constants["CHAINED"]},
+                | {"DIMS": MERGED_DIMS, "HEAD": HEADER, "CHAINED": self._constants["CHAINED"]},
                 _chain(device) | {"num_warps": 1},
             )
 
@@ -231,6 +233,7 @@ class DecodeAttention:
             self.softcap is None,
             None if sinks is None else sinks.dtype,
             None if slopes is None else slopes.dtype,
+            misaligned((self.key_pages, self.value_pages)),
             new,
             *flags,
         )
@@ -243,7 +246,7 @@ def _constants_for(
     """The decode kernel's constants and options, which follow from the variant."""
     (num_heads, key_dim), (query_row, query_head), _, dtype = variant[:4]
     (num_kv_heads, page_size, _), key_page, value_page, value_dim, no_cap = variant[4:9]
-    new, merges_inside = variant[11], variant[-1]
+    new, merges_inside = variant[12], variant[-1]
     new_key_row, new_key_head, new_value_row, new_value_head = new[:4] if new else (0, 0, 0, 0)
     group = num_heads // num_kv_heads
     tiling = tiling_for(max(key_dim, value_dim), dtype, device)
