@@ -129,7 +129,7 @@ def test_ways_see_the_same_tokens_in_turns(tiny: DecodeBench) -> None:
     assert not failures
     assert seen["a"] == seen["b"]
     assert len(seen["a"]) == 4 + steps.WARMUP + count
-    assert all(len(lane.seconds) == count for lane in lanes.values())
+    assert all(len(lane.seconds) == count - 3 for lane in lanes.values())  # less the first ones
     blocks = order[2 * (1 + steps.WARMUP) :: steps.BLOCK]
     assert blocks == ["a", "b", "b", "a", "a", "b"]
 

@@ -397,16 +397,15 @@ class CacheState:
         """Claim pages if `length`, of `layer` after its update, is more than the rows have."""
         assert self.batch is not None
         attended_length, self.attended_length = self.attended_length, None  # unless it fails
-        behind = {
-            layer: stored for layer, stored in self.lengths.items() if stored < self.batch.length
-        }
-        if length < self.batch.length:  # others went on, perhaps long since
-            behind[layer] = self.length_of(layer)
-        if behind:
+        longest = self.batch.length
+        if length < longest or min(self.lengths.values(), default=longest) < longest:
+            behind = {layer: stored for layer, stored in self.lengths.items() if stored < longest}
+            if length < longest:  # others went on, perhaps long since
+                behind[layer] = self.length_of(layer)
             raise ShapeError(
-                f"cache: expected every layer to hold {self.batch.length} tokens before new ones, "
-                f"but a forward was interrupted (layer -> tokens: {behind}); call "
-                f"cache.crop(-{self.batch.length - min(behind.values())}) or cache.reset()"
+                f"cache: expected every layer to hold {longest} tokens before new ones, but a "
+                f"forward was interrupted (layer -> tokens: {behind}); call "
+                f"cache.crop(-{longest - min(behind.values())}) or cache.reset()"
             )
         if self.has_windows and not self.keeps_past:
             self.batch.slide()

@@ -71,7 +71,7 @@ def _fits(states: Tensor, like: torch.Size, pages: Tensor, casts: bool) -> bool:
     _, heads, _, dim = pages.shape
     return (
         states.shape == (rows, heads, tokens, dim)
-        and states.get_device() == pages.get_device()
+        and states.device == pages.device
         and (casts or states.dtype == pages.dtype)
         and not states.requires_grad
     )
