@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from functools import cached_property
 from typing import Any
 
@@ -208,6 +208,7 @@ class StepTensors:
         self.start = start
         self.stop = stop
         self._plans: dict[tuple[int | None, tuple[int, ...] | None], ops.DecodePlan | None] = {}
+        self.launches: dict[Hashable, ops.DecodeLaunch] = {}  # for whoever attends, layer by layer
 
     @cached_property
     def page_table(self) -> Tensor:

@@ -77,8 +77,6 @@ class CacheState:
             or getattr(self.config, "add_cross_attention", False)
         )
         self._latest: int | None = None  # the layer updated last in this forward
-        self._attentions: dict[int, ops.DecodeAttention] = {}  # layer -> that of its decode steps
-        self._scratch = ops.Scratch()
         self._is_ahead = False  # whether the rows have room for one token more than they hold
 
     # --- reading and writing ----------------------------------------------------------------
@@ -125,24 +123,6 @@ class CacheState:
         page_table, first = self.batch.page_table(group, start, stop)
         key, value = ops.gather_kv(key_pages, value_pages, page_table)
         return key[:, :, start - first : stop - first], value[:, :, start - first : stop - first]
-
-    def decode_attention(
-        self, layer: int, scale: float, softcap: float | None, sinks: Tensor | None
-    ) -> ops.DecodeAttention:
-        """Of one new token a row, on CUDA. A layer asks for the same in every step."""
-        found = self._attentions.get(layer)
-        if (
-            found is None
-            or found.sinks is not sinks
-            or (found.scale, found.softcap) != (scale, softcap)
-        ):
-            assert self.pool is not None
-            _, key_pages, value_pages = self.pool.layer(layer)
-            found = ops.DecodeAttention(
-                key_pages, value_pages, self._scratch, scale=scale, softcap=softcap, sinks=sinks
-            )
-            self._attentions[layer] = found
-        return found
 
     def begin_forward(self) -> None:
         """Masks are being made: what is updated next belongs to a new forward."""
@@ -306,8 +286,6 @@ class CacheState:
         child.__dict__.update(self.__dict__)
         child.batch = None if self.batch is None else self.batch.fork()
         child.lengths = dict(self.lengths)
-        child._attentions = {}
-        child._scratch = ops.Scratch()
         child.begin_forward()
         child.num_gathers = 0
         child._has_warned = False
@@ -368,8 +346,6 @@ class CacheState:
             self.batch.release()
         self.batch = None
         self.lengths = {}
-        self._attentions.clear()
-        self._scratch = ops.Scratch()
 
     def _row_starts(self, rows: int, num_tokens: int) -> tuple[int, ...]:
         """Left padding of each row before a first forward of `num_tokens` tokens.

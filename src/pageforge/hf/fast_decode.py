@@ -210,8 +210,9 @@ class FastDecode:
             return None
         find_cache, step = self._latest
         self._latest = None  # until it has shown to be right
-        cache: Any = given.get(self._cache_name)
-        if cache is None or find_cache() is not cache:
+        cache = find_cache()
+        is_same = given.get(self._cache_name) is cache
+        if cache is None or not is_same:
             return None
         batch = cache._state.ready_batch
         tokens, positions = given.get("input_ids"), given.get("position_ids")

@@ -99,23 +99,13 @@ class NewTokens:
     ) -> Tensor:  # [S, T, Hq, Dv]
         """Causal attention of the new tokens' queries, reading pages. Raises UseAfterFree."""
         step, state = self.step, self.state
-        rows, num_heads, count, _ = query.shape
+        rows, _, count, _ = query.shape
         is_pending = state.pending is self
         if not is_pending:  # else they are current
             self._check_current()
         plan = step.plan(self.key_pages, window, padding) if count == 1 else None
-        if plan is not None and is_pending:
-            size = (rows, 1, num_heads, self.value.shape[3])
-            out = torch.empty(size, dtype=query.dtype, device=query.device)
-            state.decode_attention(self.layer, scale, softcap, sinks)(
-                _dense_last(query),
-                step.page_table,
-                plan.table,
-                plan.max_pieces,
-                out,
-                new_key=_dense_last(self.key),
-                new_value=_dense_last(self.value),
-            )
+        if plan is not None and is_pending and rows:
+            out = self._decode(query, plan, padding, scale, softcap, sinks)
             state.pending = None
             return out
         options: dict[str, Any] = {
@@ -151,6 +141,37 @@ class NewTokens:
             **options,
         )
         return out.unflatten(0, (rows, count))
+
+    def _decode(
+        self,
+        query: Tensor,  # [S, Hq, 1, Dk]
+        plan: ops.DecodePlan,
+        padding: tuple[int, ...] | None,
+        scale: float,
+        softcap: float | None,
+        sinks: Tensor | None,
+    ) -> Tensor:  # [S, 1, Hq, Dv]
+        """Write the one token of each row, and attend, in one launch."""
+        step, (rows, num_heads, _, _) = self.step, query.shape
+        size = rows, 1, num_heads, self.value.shape[3]
+        out = torch.empty(size, dtype=query.dtype, device=query.device)
+        layer = (
+            _dense_last(query),
+            self.key_pages,
+            self.value_pages,
+            _dense_last(self.key),
+            _dense_last(self.value),
+            sinks,
+            out,
+        )
+        kind = plan.purpose.window, padding, scale, softcap
+        launch = step.launches.get(kind)
+        if launch is None or not launch(*layer):
+            tables = step.page_table, plan.table, plan.max_pieces
+            launch = ops.DecodeLaunch(*layer, *tables, scale=scale, softcap=softcap)
+            step.launches[kind] = launch
+            launch(*layer)
+        return out
 
     def _check_current(self) -> None:
         state = self.state

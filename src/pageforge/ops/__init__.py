@@ -2,7 +2,7 @@
 
 from pageforge.ops.attend import HEAD_DIMS, attend, attend_with_lse, plan_decode, write_and_attend
 from pageforge.ops.copy import copy_pages
-from pageforge.ops.decode import DecodeAttention, Scratch
+from pageforge.ops.decode import DecodeLaunch
 from pageforge.ops.gather import gather_kv
 from pageforge.ops.plan import DecodePlan
 from pageforge.ops.swap import swap_in, swap_out
@@ -10,9 +10,8 @@ from pageforge.ops.write import write_kv
 
 __all__ = [
     "HEAD_DIMS",
-    "DecodeAttention",
+    "DecodeLaunch",
     "DecodePlan",
-    "Scratch",
     "attend",
     "attend_with_lse",
     "copy_pages",

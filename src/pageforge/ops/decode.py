@@ -8,6 +8,7 @@ found is merged by the one that ends last, or by a second kernel where that is m
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -62,181 +63,159 @@ def attend_decode(
     With `new_key` and `new_value` the last token's K/V are taken from there and written to its slot
     in the same launch; a row without tokens writes nothing.
     """
-    attention = DecodeAttention(
-        key_pages,
-        value_pages,
-        Scratch(),
-        scale=scale,
-        softcap=softcap,
-        sinks=sinks,
-        alibi_slopes=alibi_slopes,
-    )
-    attention(
-        query,
+    if page_table.shape[0] == 0:
+        return
+    layer = query, key_pages, value_pages, new_key, new_value, sinks, out
+    launch = DecodeLaunch(
+        *layer,
         page_table,
         plan_table,
         max_pieces,
-        out,
+        scale=scale,
+        softcap=softcap,
+        alibi_slopes=alibi_slopes,
         seq_lens=seq_lens,
         cu_query_lens=cu_query_lens,
         lse=lse,
-        new_key=new_key,
-        new_value=new_value,
         batch_invariant=batch_invariant,
     )
+    launch(*layer)
 
 
-class Scratch:
-    """Where pieces of rows leave what they find, for launches that follow each other on a stream.
+class DecodeLaunch:
+    """`attend_decode` in one step, for layer after layer whose tensors are laid out alike.
 
-    Each has read what it needs when the next begins to write.
-    """
-
-    def __init__(self) -> None:
-        self._memory: dict[torch.device, Tensor] = {}
-
-    def take(self, size: int, device: torch.device) -> Tensor:
-        """At least `size` float32 on `device`, of any contents."""
-        memory = self._memory.get(device)
-        if memory is None or memory.shape[0] < size:
-            memory = torch.empty(size, dtype=torch.float32, device=device)
-            self._memory[device] = memory
-        return memory
-
-
-class DecodeAttention:
-    """`attend_decode` of one layer, step after step, with tensors that are laid out alike.
-
-    What follows from their layout is worked out once: the host may have no longer for a layer than
-    the device takes.
+    What layers share is worked out once: the host may have no longer for a layer than the device
+    takes. Arguments as `attend_decode` has them; there is a row at least.
     """
 
     def __init__(
         self,
-        key_pages: Tensor,  # [N, Hkv, P, Dk]
-        value_pages: Tensor,  # [N, Hkv, P, Dv]
-        scratch: Scratch,
+        query: Tensor,  # [T, Hq, Dk], or [S, Hq, 1, Dk]
+        key_pages: Tensor,
+        value_pages: Tensor,
+        new_key: Tensor | None,  # [S, Hkv, Dk], or [S, Hkv, 1, Dk]
+        new_value: Tensor | None,  # [S, Hkv, Dv], or [S, Hkv, 1, Dv]
+        sinks: Tensor | None,
+        out: Tensor,  # [T, Hq, Dv], or any shape of as many elements
+        page_table: Tensor,
+        plan_table: Tensor,
+        max_pieces: int,
         *,
         scale: float,
         softcap: float | None = None,
-        sinks: Tensor | None = None,  # [Hq]
-        alibi_slopes: Tensor | None = None,  # [Hq] float32
-    ):
-        self.key_pages = key_pages
-        self.value_pages = value_pages
-        self.scratch = scratch
-        self.scale = scale
-        self.softcap = softcap
-        self.sinks = sinks
-        self.alibi_slopes = alibi_slopes
-        self._layout: tuple[Any, ...] = ()  # of the last call's tensors; what follows from it:
-        self._variant: tuple[Any, ...] = ()
-        self._constants: dict[str, Any] = {}
-        self._options: dict[str, Any] = {}
-
-    def __call__(
-        self,
-        query: Tensor,  # [T, Hq, Dk] or [S, Hq, 1, Dk]
-        page_table: Tensor,  # [S, M] int32
-        plan_table: Tensor,
-        max_pieces: int,
-        out: Tensor,  # [T, Hq, Dv], written, or any other shape of as many elements
-        *,
+        alibi_slopes: Tensor | None = None,
         seq_lens: Tensor | None = None,
         cu_query_lens: Tensor | None = None,
         lse: Tensor | None = None,
-        new_key: Tensor | None = None,  # [S, Hkv, Dk] or [S, Hkv, 1, Dk]
-        new_value: Tensor | None = None,  # [S, Hkv, Dv] or [S, Hkv, 1, Dv]
         batch_invariant: bool = False,
-    ) -> None:
-        """See `attend_decode`. Nothing is checked."""
-        num_rows, device = page_table.shape[0], query.device
-        if num_rows == 0:
-            return
-        num_heads = query.shape[1]
-        value_dim = self.value_pages.shape[3]
+    ):
+        self._layout = _layout(query, new_key, new_value, sinks, out)
+        num_rows, num_heads, device = page_table.shape[0], query.shape[1], query.device
+        _, num_kv_heads, _, value_dim = value_pages.shape
         merges = max_pieces > num_rows
         # Where other rows must not matter, not even the longest's length, which is in `max_pieces`.
         per_row = INVARIANT_PIECES if batch_invariant else ceil_div(max_pieces, num_rows)
-        group = num_heads // self.key_pages.shape[1]
-        merges_inside = per_row * group * value_dim * 4 <= MERGED_BYTES
-        accessed: tuple[Tensor, ...] = (query, out)
+        merges_inside = per_row * (num_heads // num_kv_heads) * value_dim * 4 <= MERGED_BYTES
         new = None
         if new_key is not None and new_value is not None:
-            accessed += (new_key, new_value)
-            new = new_key.stride(), new_value.stride(), new_key.dtype, new_value.dtype
-        flags = cu_query_lens is None, lse is None, misaligned(accessed), merges_inside
-        layout = query.shape, query.stride(), query.dtype, new, flags
-        if layout != self._layout:
-            self._variant = self._variant_of(query, new, flags)
-            self._constants, self._options = _constants_for(self._variant, device)
-            self._layout = layout
-        variant = self._variant
+            new = *new_key.stride()[:2], *new_value.stride()[:2], new_key.dtype, new_value.dtype
+        variant = (
+            (num_heads, query.shape[-1]),
+            (query.stride(0), query.stride(1)),
+            query.dtype,
+            key_pages.dtype,
+            key_pages.shape[1:],
+            key_pages.stride(0),
+            value_pages.stride(0),
+            value_dim,
+            softcap is None,
+            new,
+            None if sinks is None else sinks.dtype,
+            None if alibi_slopes is None else alibi_slopes.dtype,
+            cu_query_lens is None,
+            lse is None,
+            misaligned([query, key_pages, value_pages, new_key, new_value, out]),
+            merges_inside,
+        )
+        constants, options = _constants_for(variant, device)
         size = max_pieces * num_heads * (value_dim + 1) if merges else 0
-        found = self.scratch.take(size, device)
+        found = torch.empty(size, dtype=torch.float32, device=device)
         sizes = (num_rows, max_pieces * num_heads * value_dim)
-        _launch_decode(
+        self._launch = _decode_launcher.prepare(
             variant,
             device,
-            (max_pieces * self.key_pages.shape[1], 1, 1),
+            (max_pieces * num_kv_heads, 1, 1),
+            (query, key_pages, value_pages, new_key, new_value, sinks, out),
             (
-                query,
-                self.key_pages,
-                self.value_pages,
-                new_key,
-                new_value,
                 page_table,
-                seq_lens if self.alibi_slopes is not None else None,
+                seq_lens if alibi_slopes is not None else None,
                 cu_query_lens,
                 plan_table,
-                self.sinks,
-                self.alibi_slopes,
-                out,
+                alibi_slopes,
                 lse,
                 found,
                 *sizes,
                 page_table.stride(0),
-                self.scale,
-                self.softcap or 0.0,
+                scale,
+                softcap or 0.0,
             ),
-            self._constants,
-            self._options,
+            constants,
+            options,
         )
+        self._merge: Callable[..., None] | None = None
         if merges and not merges_inside:
-            _launch_merge(
+            self._merge = _merge_launcher.prepare(
                 variant,
                 device,
                 (num_rows, num_heads, ceil_div(value_dim, MERGED_DIMS)),
-                (found, plan_table, cu_query_lens, self.sinks, out, lse, *sizes),
+                (sinks, out),
+                (found, plan_table, cu_query_lens, lse, *sizes),
                 {"HEADS": num_heads, "VALUE_DIM": value_dim, "PIECES": MERGED_PIECES}
-                | {"DIMS": MERGED_DIMS, "HEAD": HEADER, "CHAINED": self._constants["CHAINED"]},
+                | {"DIMS": MERGED_DIMS, "HEAD": HEADER, "CHAINED": constants["CHAINED"]},
                 _chain(device) | {"num_warps": 1},
             )
 
-    def _variant_of(
-        self, query: Tensor, new: tuple[Any, ...] | None, flags: tuple[Any, ...]
-    ) -> tuple[Any, ...]:
-        """What the kernels' compiled variants differ by."""
-        sinks, slopes = self.sinks, self.alibi_slopes
-        if new is not None:
-            key_strides, value_strides, *dtypes = new
-            new = (*key_strides[:2], *value_strides[:2], *dtypes)
-        return (
-            (query.shape[1], query.shape[-1]),
-            (query.stride(0), query.stride(1)),
-            query.dtype,
-            self.key_pages.dtype,
-            self.key_pages.shape[1:],
-            self.key_pages.stride(0),
-            self.value_pages.stride(0),
-            self.value_pages.shape[3],
-            self.softcap is None,
-            None if sinks is None else sinks.dtype,
-            None if slopes is None else slopes.dtype,
-            misaligned((self.key_pages, self.value_pages)),
-            new,
-            *flags,
-        )
+    def __call__(
+        self,
+        query: Tensor,
+        key_pages: Tensor,
+        value_pages: Tensor,
+        new_key: Tensor | None,
+        new_value: Tensor | None,
+        sinks: Tensor | None,
+        out: Tensor,
+    ) -> bool:
+        """Launch for a layer of the same group, if its tensors are laid out alike.
+
+        Returns whether they are: if not, nothing happened.
+        """
+        if _layout(query, new_key, new_value, sinks, out) != self._layout:
+            return False
+        self._launch(query, key_pages, value_pages, new_key, new_value, sinks, out)
+        if self._merge is not None:
+            self._merge(sinks, out)
+        return True
+
+
+def _layout(
+    query: Tensor,
+    new_key: Tensor | None,
+    new_value: Tensor | None,
+    sinks: Tensor | None,
+    out: Tensor,
+) -> tuple[Any, ...]:
+    """By what layers of one group may differ."""
+    new = None
+    if new_key is not None and new_value is not None:
+        new = new_key.stride(), new_value.stride(), new_key.dtype, new_value.dtype
+    return (
+        query.shape,
+        query.stride(),
+        new,
+        None if sinks is None else sinks.dtype,
+        misaligned([query, new_key, new_value, out]),
+    )
 
 
 @functools.cache
@@ -245,8 +224,8 @@ def _constants_for(
 ) -> tuple[dict[str, Any], dict[str, Any]]:
     """The decode kernel's constants and options, which follow from the variant."""
     (num_heads, key_dim), (query_row, query_head), _, dtype = variant[:4]
-    (num_kv_heads, page_size, _), key_page, value_page, value_dim, no_cap = variant[4:9]
-    new, merges_inside = variant[12], variant[-1]
+    (num_kv_heads, page_size, _), key_page, value_page, value_dim, no_cap, new = variant[4:10]
+    merges_inside = variant[-1]
     new_key_row, new_key_head, new_value_row, new_value_head = new[:4] if new else (0, 0, 0, 0)
     group = num_heads // num_kv_heads
     tiling = tiling_for(max(key_dim, value_dim), dtype, device)
@@ -315,13 +294,13 @@ def _decode_kernel(
     value_ptr,  # [N, Hkv, P, Dv]
     new_key_ptr,  # [S, Hkv, Dk], or None
     new_value_ptr,  # [S, Hkv, Dv]
-    page_table_ptr,  # [S, M] int32
+    sinks_ptr,  # [Hq], or None
+    out_ptr,  # [T, Hq, Dv]
+    page_table_ptr,  # [S, M] int32; from here on the same in all layers
     lens_ptr,  # [S] int32, or None
     queries_ptr,  # [S + 1] int32, or None
     plan_ptr,  # see DecodePlan
-    sinks_ptr,  # [Hq], or None
     slopes_ptr,  # [Hq], or None
-    out_ptr,  # [T, Hq, Dv]
     lse_ptr,  # [T, Hq] float32, or None
     found_ptr,  # [pieces, Hq, Dv] float32, then [pieces, Hq] log-sum-exp in base 2
     num_rows,
@@ -597,11 +576,11 @@ def _merge(
     do_not_specialize_on_alignment=["plan_ptr", "queries_ptr", "sinks_ptr", "lse_ptr"],
 )
 def _merge_kernel(
+    sinks_ptr,
+    out_ptr,
     found_ptr,  # see _decode_kernel
     plan_ptr,
     queries_ptr,
-    sinks_ptr,
-    out_ptr,
     lse_ptr,
     num_rows,
     lse_from: tl.int64,
@@ -641,5 +620,5 @@ def _merge_kernel(
         )
 
 
-_launch_decode = Launcher(_decode_kernel)
-_launch_merge = Launcher(_merge_kernel)
+_decode_launcher = Launcher(_decode_kernel)
+_merge_launcher = Launcher(_merge_kernel)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 import operator
-from collections.abc import Hashable, Iterable
+from collections.abc import Callable, Hashable, Iterable
 from typing import Any
 
 import torch
@@ -19,9 +19,9 @@ VECTOR_BYTES = 16
 """Kernels compiled for pointers that divide by this load 16 bytes at a time."""
 
 
-def misaligned(tensors: Iterable[Tensor]) -> tuple[bool, ...]:
+def misaligned(tensors: Iterable[Tensor | None]) -> tuple[bool, ...]:
     """Which of `tensors` vectors cannot be loaded from; () where that is none, as nearly always."""
-    pointers = [tensor.data_ptr() for tensor in tensors]
+    pointers = [0 if tensor is None else tensor.data_ptr() for tensor in tensors]
     if functools.reduce(operator.or_, pointers) % VECTOR_BYTES == 0:
         return ()
     return tuple([pointer % VECTOR_BYTES != 0 for pointer in pointers])
@@ -57,26 +57,55 @@ class Launcher:
         constants: dict[str, Any],
         options: dict[str, Any],
     ) -> None:
-        """Launch on `device`, be it the current one or not.
+        """Launch once; see `prepare`."""
+        self.prepare(variant, device, grid, args, (), constants, options)(*args)
+
+    def prepare(
+        self,
+        variant: Hashable,
+        device: torch.device,
+        grid: tuple[int, int, int],
+        first: tuple[Any, ...],
+        rest: tuple[Any, ...],
+        constants: dict[str, Any],
+        options: dict[str, Any],
+    ) -> Callable[..., None]:
+        """A function of the kernel's first arguments, which launches it on the current stream.
+
+        `first` are examples of them, all alike for Triton; `rest` the other arguments. The launch
+        is on `device`, be it the current one or not; the stream stays what it is now.
 
         All that Triton specialises on must follow from `variant`: constants, options, dtypes,
-        which of `args` are None, alignment, and integers unless the kernel names them in
+        which arguments are None, alignment, and integers unless the kernel names them in
         `do_not_specialize`.
         """
         if device.type != "cuda":  # Triton's interpreter
-            self._kernel[grid](*args, **constants)
-            return
+            return lambda *args: self._kernel[grid](*args, *rest, **constants)
         if device.index != torch.cuda.current_device():
             with torch.cuda.device(device):
-                return self(variant, device, grid, args, constants, options)
+                return self.prepare(variant, device, grid, first, rest, constants, options)
         key = (variant, device.index)
         compiled = self._compiled.get(key)
         if compiled is None:
-            compiled = self._kernel.warmup(*args, **constants, **options, grid=grid)
+            compiled = self._kernel.warmup(*first, *rest, **constants, **options, grid=grid)
             self._compiled[key] = compiled
         # What `compiled[grid](...)` comes to, in half the time: it asks for device and stream in
         # Python, and calls the hooks of Triton's profiler.
-        stream = stream_handle(device)
-        packed = compiled.packed_metadata
-        values = constants.values()
-        compiled.run(*grid, stream, compiled.function, packed, None, None, None, *args, *values)
+        run = functools.partial(
+            compiled.run,
+            *grid,
+            stream_handle(device),
+            compiled.function,
+            compiled.packed_metadata,
+            *(None, None, None),
+        )
+        rest = (*rest, *constants.values())
+
+        def launch(*args: Any) -> None:
+            if torch.cuda.current_device() != device.index:
+                with torch.cuda.device(device):
+                    run(*args, *rest)
+            else:
+                run(*args, *rest)
+
+        return launch
