@@ -213,14 +213,14 @@ def compile_job(job: Job) -> list[Kernel]:
     def launch(kernel: Any, *args: Any, grid: Any, warmup: bool, **options: Any) -> None:
         compiled.append(_compile(kernel, job.arch, args, options))
 
-    def quick_launch(
-        self: Any, variant: Any, device: Any, grid: Any, args: Any, constants: Any, options: Any
-    ) -> None:
-        self._kernel[grid](*args, **constants, **options)
+    def prepare(
+        self: Any, _v: Any, _d: Any, grid: Any, _f: Any, rest: Any, constants: Any, options: Any
+    ) -> Any:
+        return lambda *first: self._kernel[grid](*first, *rest, **constants, **options)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(JITFunction, "run", launch)
-        patch.setattr(Launcher, "__call__", quick_launch)
+        patch.setattr(Launcher, "prepare", prepare)
         patch.setattr(decode, "MERGED_BYTES", decode.MERGED_BYTES)
         for module in (decode, plan):
             patch.setattr(

@@ -285,7 +285,7 @@ def test_a_group_of_heads_wider_than_a_program() -> None:
 
 
 @pytest.mark.parametrize("more", [{}, {"window": 9}, {"starts": [0, 3, 0]}], ids=str)
-@pytest.mark.parametrize("length", [25, 40, 300])
+@pytest.mark.parametrize("length", [25, 40, 300, 2**31 - 1])
 def test_a_row_longer_than_its_pages_gives_nan(length: int, more: dict[str, Any]) -> None:
     """And reads none: behind its own in the table are another row's, and in the end nobody's."""
     batch = make_batch([(3, 12), (4, 24), (2, 18)], spare=0, **more)

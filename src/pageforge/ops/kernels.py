@@ -1,4 +1,4 @@
-"""What the files with Triton kernels share: Triton, where there is one, and how tiles are cut."""
+"""What the files with Triton kernels share: Triton, where there is one, and how work is cut."""
 
 from __future__ import annotations
 

@@ -243,7 +243,8 @@ def _prefill_kernel(
     if (at < 0) | (at >= num_queries) | (num_queries < min_query_len):
         return
     length = tl.load(lens_ptr + row)
-    too_long = length > max_seq_len  # for its pages: none of them is read
+    too_long = length > max_seq_len
+    length = tl.where(too_long, 0, length)  # none of its pages is read
 
     pair = tl.arange(0, PAIRS)
     query = at + pair // PACK
@@ -267,7 +268,6 @@ def _prefill_kernel(
     # Tiles `begin` to `end`, those from `all_begin` to `all_end` without a mask.
     begin = low // TILE
     end = tl.maximum(tl.cdiv(last + 1, TILE), begin)
-    end = tl.where(too_long, begin, end)
     all_begin = tl.minimum(tl.cdiv(all_low, TILE), end)
     all_end = tl.minimum(tl.maximum((first + 1) // TILE, all_begin), end)
 
