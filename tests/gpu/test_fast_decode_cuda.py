@@ -311,7 +311,10 @@ def test_other_families(family: str) -> None:
     with pageforge.fast_decode(model) as decode:
         assert torch.equal(model.generate(**inputs, **GREEDY), want)
     print(family, decode.num_replays, dict(decode.eager_steps))
-    if family != "mixtral":  # how experts are computed may wait for the host
+    if family == "gemma3n":  # it makes tensors on the CPU in each forward
+        (reason,) = decode.eager_steps
+        assert "a step cannot be captured" in reason
+    elif family != "mixtral":  # how experts are computed may wait for the host
         assert decode.num_replays == 38
 
 
@@ -356,7 +359,7 @@ def test_rows_that_come_and_go(llama: PreTrainedModel) -> None:
 
 def test_to_the_last_position_and_beyond() -> None:
     model = make(LlamaConfig(**TOKENS, **SIZES | {"max_position_embeddings": 32}), "eager").cuda()
-    for count in (22, 100):
+    for count in (22, 60):
         settings = {"do_sample": False, "max_new_tokens": count, "min_new_tokens": count}
         want = reference(model, prompt(2, 10), **settings)
         with pageforge.fast_decode(model) as decode:
