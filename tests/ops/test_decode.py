@@ -45,8 +45,9 @@ kinds = pytest.mark.parametrize("kind", KINDS, ids=name_of)
 def cut_into(monkeypatch: pytest.MonkeyPatch) -> Callable[[int, int], None]:
     """About how many pieces a KV head's rows are cut into, and what a program merges at most."""
 
-    def set_up(slots: int, merged_bytes: int = decode.MERGED_BYTES) -> None:
+    def set_up(slots: int, merged_bytes: int = decode.MERGED_BYTES, programs: int = 2) -> None:
         monkeypatch.setattr(plan, "num_processors", lambda _: slots)
+        monkeypatch.setattr(decode, "num_processors", lambda _: programs)
         tiling = plan.Tiling(TILE, 1, 1, per_processor=8)
         monkeypatch.setattr(plan, "tiling_for", lambda *_: tiling)
         monkeypatch.setattr(decode, "MERGED_BYTES", merged_bytes)
@@ -168,8 +169,12 @@ def test_pieces_are_merged(
         before = made.table.clone()
         first = step.run(plan=made, batch_invariant=batch_invariant)
         step.check(*first)
+        taken = int(made.table[1])  # of the queue
+        assert taken in (0, pieces)
+        before[1] = taken
         assert torch.equal(made.table, before), "the counters are 0 again"
         second = step.run(plan=made, batch_invariant=batch_invariant)
+        assert int(made.table[1]) == 2 * taken
         for one, other in zip(first, second, strict=True):
             assert torch.equal(one, other)
 
@@ -345,3 +350,16 @@ def test_offsets_need_64_bits() -> None:
     query.copy_(step.query)
     step.query = query
     step.check(*step.run())
+
+
+@pytest.mark.parametrize("merged_bytes", [0, 1 << 40], ids=["two kernels", "one kernel"])
+@pytest.mark.parametrize("programs", [1, 3, 1000])
+def test_programs_that_take_one_run_after_the_other(
+    programs: int, merged_bytes: int, cut_into: Any
+) -> None:
+    """Fewer programs than runs, and more; and the plan serves the next layer too."""
+    cut_into(6, merged_bytes, programs)
+    step = make_step([130, 18, 0, 70, 1], heads=(4, 2), spikes=[0, 15, 16, 63, 64, 100, 129])
+    new, made = step.take_newest(), step.cut()
+    for _ in range(3):
+        step.check(*step.run(plan=made, new=new))

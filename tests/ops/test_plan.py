@@ -19,14 +19,21 @@ GARBAGE = 0x7FC07FC0
 """What an int32 of uninitialised memory may be: NaN, if it was floats."""
 
 
-class Piece(NamedTuple):
-    """One of the pieces of a plan, as the kernel reads it."""
+class Run(NamedTuple):
+    """One of the runs of a plan, as the kernel reads it."""
 
     row: int
     begin: int
     end: int
-    count_and_last: int
+    pieces_and_last: int
     place: int
+    runs: int
+    size: int
+
+    def pieces(self) -> list[tuple[int, int]]:
+        """(first token, token after the last) of each of its pieces, with `batch_invariant`."""
+        starts = range(self.begin, max(self.end, self.begin + 1), self.size)
+        return [(start, min(start + self.size, self.end)) for start in starts]
 
 
 def make_plan(
@@ -65,14 +72,14 @@ def make_plan(
         )
 
 
-def pieces_of(made: plan.DecodePlan, num_rows: int, heads: int = 2) -> list[Piece]:
-    """Those that the decode kernel runs."""
+def runs_of(made: plan.DecodePlan, num_rows: int, heads: int = 2) -> list[Run]:
+    """In the order in which they begin."""
     number = int(made.table[0])
     assert number <= made.max_pieces
     first = plan.HEADER + num_rows + 1 + num_rows * heads
-    assert first + plan.PIECE * made.max_pieces == len(made.table)
-    fields = made.table[first : first + plan.PIECE * number].view(number, plan.PIECE)
-    return [Piece(*piece) for piece in fields.tolist()]
+    assert first + plan.RUN * made.max_pieces == len(made.table)
+    fields = made.table[first : first + plan.RUN * number].view(number, plan.RUN)
+    return [Run(*run) for run in fields.tolist()]
 
 
 @st.composite
@@ -106,41 +113,62 @@ def test_every_token_is_in_one_piece(step: dict[str, Any]) -> None:
     lengths, heads, tile = step["lengths"], step["heads"], step["tile"]
     rows = len(lengths)
     made = make_plan(**step)
-    pieces = pieces_of(made, rows, heads)
-    firsts = made.table[1 : rows + 2].tolist()
-    counters = made.table[rows + 2 : rows + 2 + rows * heads]
-    assert not counters.any()
-    assert firsts[-1] == len(pieces)
-    assert sorted(piece.place for piece in pieces) == list(range(len(pieces)))
+    runs = runs_of(made, rows, heads)
+    start = plan.HEADER
+    firsts = made.table[start : start + rows + 1].tolist()
+    start += rows + 1
+    assert not made.table[start : start + rows * heads].any(), "the counters"
+    assert made.table[1] == 0, "the queue"
+    num_pieces = 0
 
     for row, length in enumerate(lengths):
-        mine = sorted((piece for piece in pieces if piece.row == row), key=lambda p: p.place)
+        mine = sorted((run for run in runs if run.row == row), key=lambda run: run.place)
+        assert firsts[row] == num_pieces
         bounds = step.get("cu_query_lens")
         if bounds is not None and bounds[row + 1] - bounds[row] != 1:
             assert mine == []
             continue
-        count = len(mine)
-        assert [piece.place for piece in mine] == list(range(firsts[row], firsts[row] + count))
-        assert [piece.count_and_last for piece in mine] == [2 * count] * (count - 1) + [
+        pieces = [run.pieces() if step["batch_invariant"] else [run[1:3]] for run in mine]
+        places = [
+            run.place + number
+            for run, of in zip(mine, pieces, strict=True)
+            for number in range(len(of))
+        ]
+        count = len(places)
+        assert places == list(range(num_pieces, num_pieces + count))
+        num_pieces += count
+        assert {run.runs for run in mine} == {len(mine)}
+        assert [run.pieces_and_last for run in mine] == [2 * count] * (len(mine) - 1) + [
             2 * count + 1
         ]
         low = min(step["starts"][row], length) if "starts" in step else 0
         if step["window"] is not None:
             low = max(low, length - step["window"])
-        assert (mine[0].begin, mine[-1].end) == (low, length)
-        for one, other in itertools.pairwise(mine):
-            assert one.end == other.begin
-        sizes = [ceil_div(piece.end - piece.begin, tile) for piece in mine]
-        assert all((piece.end - piece.begin) % tile == 0 for piece in mine[:-1])
+        flat = [piece for of in pieces for piece in of]
+        assert (flat[0][0], flat[-1][1]) == (low, length)
+        for one, other in itertools.pairwise(flat):
+            assert one[1] == other[0]
+        sizes = [ceil_div(end - begin, tile) for begin, end in flat]
+        assert all((end - begin) % tile == 0 for begin, end in flat[:-1])
         assert sum(sizes) == ceil_div(length - low, tile)
-        assert max(sizes) - min(sizes) <= 1
+        if step["batch_invariant"]:
+            assert len(set(sizes[:-1])) <= 1
+        else:
+            assert max(sizes) - min(sizes) <= 1
         assert min(sizes) > 0 or (count == 1 and low == length)
 
-    cut = [piece.count_and_last > 3 for piece in pieces]
-    assert cut == sorted(cut, reverse=True), "rows that are cut come first"
+    assert firsts[-1] == num_pieces <= made.max_pieces
+    slots = max(1, 4 * step["processors"] // heads)
+    tiles = [ceil_div(run.end - run.begin, tile) for run in runs]
+    if len(runs) > slots:
+        longer = itertools.accumulate(tiles, min)
+        allowed = 2 + max(tiles) / plan.CLASSES
+        if step["batch_invariant"]:
+            allowed += max(run.size for run in runs) / tile
+        assert all(now - before <= allowed for now, before in zip(tiles, longer, strict=True)), (
+            "the longest come first"
+        )
     if not step["batch_invariant"]:
-        slots = max(1, 4 * step["processors"] // heads)
-        tiles = [ceil_div(piece.end - piece.begin, tile) for piece in pieces]
         fair = max(1, ceil_div(sum(tiles), slots))
         assert max(tiles, default=0) < 2 * fair + ceil_div(fair, 16), "no program runs alone"
 
@@ -148,37 +176,43 @@ def test_every_token_is_in_one_piece(step: dict[str, Any]) -> None:
 @given(steps())
 @settings(max_examples=40)
 def test_batch_invariant(step: dict[str, Any]) -> None:
-    """A row is cut as it would be alone, under another bound and on another device."""
+    """A row has the pieces that it would have alone, under another bound, on another device."""
     step["batch_invariant"] = True
     step.pop("cu_query_lens", None)
     lengths, heads = step["lengths"], step["heads"]
-    pieces = pieces_of(make_plan(**step), len(lengths), heads)
+
+    def pieces(runs: list[Run], row: int) -> list[tuple[int, int]]:
+        mine = sorted((run for run in runs if run.row == row), key=lambda run: run.place)
+        return [piece for run in mine for piece in run.pieces()]
+
+    runs = runs_of(make_plan(**step), len(lengths), heads)
     for row in {0, len(lengths) // 2, len(lengths) - 1}:
         alone: dict[str, Any] = {**step, "lengths": [lengths[row]], "max_seq_len": lengths[row]}
         if "starts" in step:
             alone["starts"] = [step["starts"][row]]
-        want = pieces_of(make_plan(**{**alone, "processors": 50}), 1, heads)
-        assert [piece[1:4] for piece in pieces if piece.row == row] == [p[1:4] for p in want]
+        assert pieces(runs, row) == pieces(
+            runs_of(make_plan(**{**alone, "processors": 50}), 1, heads), 0
+        )
 
 
 def test_a_row_longer_than_its_pages() -> None:
     """Is one piece that names no token."""
     for batch_invariant in (False, True):
-        pieces = pieces_of(
+        runs = runs_of(
             make_plan([65, 64, 2**31 - 1], max_seq_len=64, batch_invariant=batch_invariant), 3
         )
-        assert [piece[1:4] for piece in pieces if piece.row != 1] == [(-1, -1, 3)] * 2
-        assert [(p.begin, p.end) for p in pieces if p.row == 1][-1][1] == 64
+        assert [run[1:4] for run in runs if run.row != 1] == [(-1, -1, 3)] * 2
+        assert [(run.begin, run.end) for run in runs if run.row == 1][-1][1] == 64
 
 
 def test_no_rows() -> None:
-    assert pieces_of(make_plan([]), 0) == []
+    assert runs_of(make_plan([]), 0) == []
 
 
 def test_a_long_row_among_short_ones_is_cut_finer() -> None:
-    pieces = pieces_of(make_plan([4000, 16, 16, 16], processors=8, heads=1), 4, 1)
-    assert sum(piece.row == 0 for piece in pieces) > 20
-    assert [piece.row for piece in pieces[-3:]] == [1, 2, 3]
+    runs = runs_of(make_plan([4000, 16, 16, 16], processors=8, heads=1), 4, 1)
+    assert sum(run.row == 0 for run in runs) > 20
+    assert [run.row for run in runs[-3:]] == [1, 2, 3]
 
 
 def test_the_bound_of_the_number_of_pieces_does_not_depend_on_the_lengths() -> None:

@@ -18,7 +18,7 @@ from pageforge.geometry import ceil_div
 from pageforge.ops import kernels
 from pageforge.ops.kernels import LOG2E, jit, tl, triton
 from pageforge.ops.launch import Launcher, misaligned
-from pageforge.ops.plan import HEADER, INVARIANT_PIECES, PIECE, tiling_for
+from pageforge.ops.plan import HEADER, INVARIANT_PIECES, RUN, num_processors, tiling_for
 
 if kernels.AVAILABLE:
     from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
@@ -113,6 +113,7 @@ class DecodeLaunch:
         self._layout = _layout(query, new_key, new_value, sinks, out)
         num_rows, num_heads, device = page_table.shape[0], query.shape[1], query.device
         _, num_kv_heads, _, value_dim = value_pages.shape
+        key_dim = key_pages.shape[3]
         merges = max_pieces > num_rows
         # Where other rows must not matter, not even the longest's length, which is in `max_pieces`.
         per_row = INVARIANT_PIECES if batch_invariant else ceil_div(max_pieces, num_rows)
@@ -136,6 +137,7 @@ class DecodeLaunch:
             cu_query_lens is None,
             lse is None,
             misaligned([query, key_pages, value_pages, new_key, new_value, out]),
+            batch_invariant,
             merges_inside,
         )
         constants, options = _constants_for(variant, device)
@@ -145,7 +147,11 @@ class DecodeLaunch:
         self._launch = _decode_launcher.prepare(
             variant,
             device,
-            (max_pieces * num_kv_heads, 1, 1),
+            (
+                min(max_pieces * num_kv_heads, _num_programs(max(key_dim, value_dim), key_pages)),
+                1,
+                1,
+            ),
             (query, key_pages, value_pages, new_key, new_value, sinks, out),
             (
                 page_table,
@@ -218,6 +224,12 @@ def _layout(
     )
 
 
+def _num_programs(dim: int, pages: Tensor) -> int:
+    """How many programs the device holds at a time."""
+    tiling = tiling_for(dim, pages.dtype, pages.device)
+    return tiling.per_processor * num_processors(pages.device)
+
+
 @functools.cache
 def _constants_for(
     variant: tuple[Any, ...], device: torch.device
@@ -225,7 +237,7 @@ def _constants_for(
     """The decode kernel's constants and options, which follow from the variant."""
     (num_heads, key_dim), (query_row, query_head), _, dtype = variant[:4]
     (num_kv_heads, page_size, _), key_page, value_page, value_dim, no_cap, new = variant[4:10]
-    merges_inside = variant[-1]
+    batch_invariant, merges_inside = variant[-2:]
     new_key_row, new_key_head, new_value_row, new_value_head = new[:4] if new else (0, 0, 0, 0)
     group = num_heads // num_kv_heads
     tiling = tiling_for(max(key_dim, value_dim), dtype, device)
@@ -254,7 +266,8 @@ def _constants_for(
         "HAS_CAP": not no_cap,
         "PRECISION": "ieee" if dtype == torch.float32 else "tf32",
         "HEAD": HEADER,
-        "FIELDS": PIECE,
+        "FIELDS": RUN,
+        "INVARIANT": batch_invariant,
         "MERGES_INSIDE": merges_inside,
         "MERGED_LANES": lanes,
         "MERGED_PIECES": max(1, MERGED_AT_ONCE // (lanes * merged_dims)),
@@ -329,19 +342,135 @@ def _decode_kernel(
     PRECISION: tl.constexpr,
     HEAD: tl.constexpr,
     FIELDS: tl.constexpr,
+    INVARIANT: tl.constexpr,
     MERGES_INSIDE: tl.constexpr,
     MERGED_LANES: tl.constexpr,
     MERGED_PIECES: tl.constexpr,
     MERGED_DIMS: tl.constexpr,
     CHAINED: tl.constexpr,
 ):
-    """One piece of one row, for one KV head and the GROUP query heads that share it."""
-    index = tl.program_id(0) // KV_HEADS
-    kv_head = (tl.program_id(0) % KV_HEADS).to(tl.int64)  # with it, heads' offsets
+    """One run of a row after the other, each for one KV head.
+
+    There are as many programs as the device holds at a time. Where there are more runs than that,
+    a program that is done takes the next one from a queue: the speeds of programs differ.
+    """
+    program, programs = tl.program_id(0), tl.num_programs(0)
     if CHAINED:
         gdc_wait()
-    if index >= tl.load(plan_ptr):
-        return
+    items = tl.load(plan_ptr) * KV_HEADS
+    item = program
+    while item < items:
+        _attend_run(
+            query_ptr,
+            key_ptr,
+            value_ptr,
+            new_key_ptr,
+            new_value_ptr,
+            sinks_ptr,
+            out_ptr,
+            page_table_ptr,
+            lens_ptr,
+            queries_ptr,
+            plan_ptr,
+            slopes_ptr,
+            lse_ptr,
+            found_ptr,
+            num_rows,
+            lse_from,
+            page_table_row,
+            scale,
+            softcap,
+            item // KV_HEADS,
+            item % KV_HEADS,
+            QUERY_ROW,
+            QUERY_HEAD,
+            KEY_PAGE,
+            VALUE_PAGE,
+            NEW_KEY_ROW,
+            NEW_KEY_HEAD,
+            NEW_VALUE_ROW,
+            NEW_VALUE_HEAD,
+            KV_HEADS,
+            GROUP,
+            GROUP_PAD,
+            KEY_DIM,
+            KEY_PAD,
+            VALUE_DIM,
+            VALUE_PAD,
+            PAGE,
+            TILE,
+            HAS_CAP,
+            PRECISION,
+            HEAD,
+            FIELDS,
+            INVARIANT,
+            MERGES_INSIDE,
+            MERGED_LANES,
+            MERGED_PIECES,
+            MERGED_DIMS,
+            CHAINED,
+        )
+        if items > programs:
+            # All programs together take one number for each item, the last ones in vain: so the
+            # queue need not be set back for the next layer's launch.
+            item = programs + tl.atomic_add(plan_ptr + 1, 1, sem="relaxed") % items
+        else:
+            item = items
+
+
+@jit()
+def _attend_run(
+    query_ptr,
+    key_ptr,
+    value_ptr,
+    new_key_ptr,
+    new_value_ptr,
+    sinks_ptr,
+    out_ptr,
+    page_table_ptr,
+    lens_ptr,
+    queries_ptr,
+    plan_ptr,
+    slopes_ptr,
+    lse_ptr,
+    found_ptr,
+    num_rows,
+    lse_from,
+    page_table_row,
+    scale,
+    softcap,
+    index,  # of the run in the plan
+    kv_head,
+    QUERY_ROW: tl.constexpr,
+    QUERY_HEAD: tl.constexpr,
+    KEY_PAGE: tl.constexpr,
+    VALUE_PAGE: tl.constexpr,
+    NEW_KEY_ROW: tl.constexpr,
+    NEW_KEY_HEAD: tl.constexpr,
+    NEW_VALUE_ROW: tl.constexpr,
+    NEW_VALUE_HEAD: tl.constexpr,
+    KV_HEADS: tl.constexpr,
+    GROUP: tl.constexpr,
+    GROUP_PAD: tl.constexpr,
+    KEY_DIM: tl.constexpr,
+    KEY_PAD: tl.constexpr,
+    VALUE_DIM: tl.constexpr,
+    VALUE_PAD: tl.constexpr,
+    PAGE: tl.constexpr,
+    TILE: tl.constexpr,
+    HAS_CAP: tl.constexpr,
+    PRECISION: tl.constexpr,
+    HEAD: tl.constexpr,
+    FIELDS: tl.constexpr,
+    INVARIANT: tl.constexpr,
+    MERGES_INSIDE: tl.constexpr,
+    MERGED_LANES: tl.constexpr,
+    MERGED_PIECES: tl.constexpr,
+    MERGED_DIMS: tl.constexpr,
+    CHAINED: tl.constexpr,
+):
+    """One run of one row, for one KV head and the GROUP query heads that share it."""
+    kv_head = kv_head.to(tl.int64)  # with it, heads' offsets
     counters = plan_ptr + HEAD + num_rows + 1
     fields = counters + num_rows * KV_HEADS + FIELDS * index
     row = tl.load(fields).to(tl.int64)
@@ -350,6 +479,10 @@ def _decode_kernel(
     of_row = tl.load(fields + 3)
     place = tl.load(fields + 4).to(tl.int64)
     pieces = of_row >> 1
+    runs = pieces
+    if INVARIANT:
+        runs = tl.load(fields + 5)
+        size = tl.load(fields + 6)
     is_last = (of_row & 1) == 1
     stored = end
     if new_key_ptr is not None:
@@ -417,6 +550,23 @@ def _decode_kernel(
         acc = acc * decay[:, None]
         acc = tl.dot(weight.to(value.dtype), value, acc, input_precision=PRECISION)
         top = new_top
+        if INVARIANT:  # noqa: SIM102  # decided when compiled, unlike the next
+            if ((first + TILE - begin) % size == 0) & (first + TILE < end):
+                _leave(
+                    found_ptr,
+                    found_ptr + lse_from,
+                    (place + (first + TILE - begin) // size - 1) * (KV_HEADS * GROUP) + head,
+                    value_dim,
+                    real_head,
+                    value_real,
+                    top,
+                    total,
+                    acc,
+                    VALUE_DIM,
+                )
+                top = tl.full([GROUP_PAD], -float("inf"), tl.float32)
+                total = tl.zeros([GROUP_PAD], tl.float32)
+                acc = tl.zeros([GROUP_PAD, VALUE_PAD], tl.float32)
 
     if new_key_ptr is not None:  # noqa: SIM102  # decided when compiled, unlike the next
         if is_last & (end > begin):
@@ -468,18 +618,25 @@ def _decode_kernel(
         if lse_ptr is not None:
             tl.store(lse_ptr + to, (top + tl.log2(total)) / LOG2E, mask=real_head)
     else:
-        to = place * (KV_HEADS * GROUP) + head
-        tl.store(
-            found_ptr + to[:, None] * VALUE_DIM + value_dim[None, :],
-            acc / tl.where(total > 0, total, 1.0)[:, None],
-            mask=real_head[:, None] & value_real[None, :],
+        if INVARIANT:
+            place += (tl.maximum(end - begin, 1) - 1) // size
+        _leave(
+            found_ptr,
+            found_ptr + lse_from,
+            place * (KV_HEADS * GROUP) + head,
+            value_dim,
+            real_head,
+            value_real,
+            top,
+            total,
+            acc,
+            VALUE_DIM,
         )
-        tl.store(found_ptr + lse_from + to, top + tl.log2(total), mask=real_head)
         if MERGES_INSIDE:
             tl.debug_barrier()  # all of the above before the count, by all threads
             counter = counters + row * KV_HEADS + kv_head
             done = tl.atomic_add(counter, 1, sem="acq_rel")
-            if done == pieces - 1:
+            if done == runs - 1:
                 tl.debug_barrier()
                 tl.store(counter, 0)
                 start = tl.load(plan_ptr + HEAD + row).to(tl.int64)
@@ -502,6 +659,28 @@ def _decode_kernel(
                         VALUE_DIM,
                         MERGED_PIECES,
                     )
+
+
+@jit()
+def _leave(
+    found_ptr,
+    lse_of_found_ptr,
+    to,  # [lanes]: where
+    value_dim,
+    real_head,
+    value_real,
+    top,
+    total,
+    acc,
+    VALUE_DIM: tl.constexpr,
+):
+    """Write down what a piece found, for whoever merges the pieces of its row."""
+    tl.store(
+        found_ptr + to[:, None] * VALUE_DIM + value_dim[None, :],
+        acc / tl.where(total > 0, total, 1.0)[:, None],
+        mask=real_head[:, None] & value_real[None, :],
+    )
+    tl.store(lse_of_found_ptr + to, top + tl.log2(total), mask=real_head)
 
 
 @jit()

@@ -19,12 +19,17 @@ from pageforge.geometry import ceil_div
 from pageforge.ops.kernels import jit, tl, triton
 from pageforge.ops.launch import Launcher
 
-HEADER = 1
-"""A plan's table begins with the number of pieces."""
+HEADER = 2
+"""A plan's table begins with the number of runs, and the next number of their queue."""
 
-PIECE = 5
-"""Numbers that describe a piece: row, first token, token after its last, `2 * n + last` (of how
-many it is one, and whether it is the last of its row), and where what it finds is left."""
+CLASSES = 8
+"""Runs that have to wait for their turn are told apart by so many classes of length."""
+
+RUN = 7
+"""Numbers that describe a run: row, first token, token after its last, `2 * pieces + last` (pieces
+of the row, and whether this is its last run), where what its first piece finds is left, runs of the
+row, and tokens of a piece. A run is one piece, but with `batch_invariant` several may follow each
+other in one."""
 
 INVARIANT_PIECES = 32
 """With `batch_invariant`, into how many pieces a long row is cut."""
@@ -55,11 +60,11 @@ class Purpose(NamedTuple):
 
 
 class DecodePlan(NamedTuple):
-    """The pieces of a decode step.
+    """The pieces of a decode step, and the runs of pieces that programs take.
 
     `table` int32: HEADER; for each row, and for the end, where its pieces leave what they find;
-    a counter for each row and KV head of pieces that are done, 0 between launches; PIECE numbers
-    for each piece, in the order in which they run.
+    a counter for each row and KV head of runs that are done, 0 between launches; RUN numbers for
+    each run, in the order in which they begin.
     """
 
     table: Tensor
@@ -84,7 +89,7 @@ def plan_decode(
 
     No row is longer than `max_seq_len`, which bounds the number of pieces; one that is gets a piece
     from -1 to -1, and gives NaN rather than attention to some of its tokens. With `batch_invariant`
-    a row's cut depends on that row alone. S is at most 32,768.
+    a row's pieces depend on that row alone. S is at most 32,768.
     """
     num_rows = seq_lens.shape[0]
     device = seq_lens.device
@@ -95,7 +100,7 @@ def plan_decode(
         max_pieces = num_rows * min(INVARIANT_PIECES, ceil_div(most, INVARIANT_TILES))
     else:
         max_pieces = num_rows * most if num_rows * most <= slots else num_rows + slots
-    size = HEADER + num_rows + 1 + num_rows * num_kv_heads + PIECE * max_pieces
+    size = HEADER + num_rows + 1 + num_rows * num_kv_heads + RUN * max_pieces
     table = torch.empty(size, dtype=torch.int32, device=device)
     rows = triton.next_power_of_2(max(1, num_rows))
     variant = tiling.tokens, rows, num_kv_heads, batch_invariant, starts is None
@@ -120,8 +125,9 @@ def plan_decode(
             "INVARIANT": batch_invariant,
             "MOST": INVARIANT_PIECES,
             "FEWEST": INVARIANT_TILES,
+            "CLASSES": CLASSES,
             "HEAD": HEADER,
-            "FIELDS": PIECE,
+            "FIELDS": RUN,
         },
         {"num_warps": 4},
     )
@@ -185,6 +191,7 @@ def _plan_kernel(
     INVARIANT: tl.constexpr,
     MOST: tl.constexpr,
     FEWEST: tl.constexpr,
+    CLASSES: tl.constexpr,
     HEAD: tl.constexpr,
     FIELDS: tl.constexpr,
 ):
@@ -204,10 +211,13 @@ def _plan_kernel(
         here = tl.load(queries_ptr + row, mask=real, other=0)
         planned = real & (tl.load(queries_ptr + row + 1, mask=real, other=0) == here + 1)
     tiles = tl.where(planned, tl.cdiv(length - low, TILE), 0)
+    fair = tl.maximum(tl.cdiv(tl.sum(tiles, 0), slots), 1)
     if INVARIANT:
+        # Pieces by the row alone; runs of pieces by what there is to do.
         size = tl.maximum(tl.cdiv(tiles, MOST), FEWEST)
+        pieces = tl.where(planned, tl.maximum(tl.cdiv(tiles, size), 1), 0)
+        runs = tl.where(planned, tl.maximum(tl.cdiv(pieces, tl.cdiv(fair, size)), 1), 0)
     else:
-        fair = tl.maximum(tl.cdiv(tl.sum(tiles, 0), slots), 1)
         common = fair
         # Somewhat larger pieces, if all of them can run at a time then: a few left over for a
         # second turn would run alone.
@@ -215,35 +225,49 @@ def _plan_kernel(
             while (common < 2 * fair) & (_count(tiles, common, planned) > slots):
                 common += tl.cdiv(fair, 16)  # few tries, however long the rows
         size = tl.zeros([ROWS], tl.int32) + common
-    # A row without tokens has one piece too, which writes its zeros.
-    pieces = tl.where(planned, tl.maximum(tl.cdiv(tiles, size), 1), 0)
+        # A row without tokens has one piece too, which writes its zeros.
+        pieces = tl.where(planned, tl.maximum(tl.cdiv(tiles, size), 1), 0)
+        runs = pieces
     first = tl.cumsum(pieces, 0) - pieces
-    total = tl.sum(pieces, 0)
+    total = tl.sum(runs, 0)
     tl.store(table_ptr, total)
+    tl.store(table_ptr + 1, 0)
     tl.store(table_ptr + HEAD + row, first, mask=real)
-    tl.store(table_ptr + HEAD + num_rows, total)
+    tl.store(table_ptr + HEAD + num_rows, tl.sum(pieces, 0))
     counters = table_ptr + HEAD + num_rows + 1
     for head in range(KV_HEADS):
         tl.store(counters + row * KV_HEADS + head, 0, mask=real)
-    # The pieces of rows that are cut are the largest: they begin, so that none of them runs alone
-    # in the end.
-    cut = tl.where(pieces > 1, pieces, 0)
-    whole = pieces - cut
-    turn = tl.where(
-        pieces > 1, tl.cumsum(cut, 0) - cut, tl.sum(cut, 0) + tl.cumsum(whole, 0) - whole
-    )
-    for piece in range(0, tl.max(pieces, 0)):
-        exists = piece < pieces
-        # Pieces of a row differ by one tile at most.
-        begin = low + piece * tiles // tl.maximum(pieces, 1) * TILE
+    turn = tl.cumsum(runs, 0) - runs
+    if total > slots:
+        # Not all run at a time: the longest begin, so that none of them runs alone in the end.
+        each = tl.cdiv(tiles, tl.maximum(runs, 1))
+        grade = CLASSES - 1 - tl.minimum(each * CLASSES // (tl.max(each, 0) + 1), CLASSES - 1)
+        before = 0
+        for number in range(CLASSES):
+            inside = tl.where(grade == number, runs, 0)
+            turn = tl.where(grade == number, before + tl.cumsum(inside, 0) - inside, turn)
+            before += tl.sum(inside, 0)
+    for run in range(0, tl.max(runs, 0)):
+        exists = run < runs
+        if INVARIANT:
+            place = run * pieces // tl.maximum(runs, 1)
+            stop = (run + 1) * pieces // tl.maximum(runs, 1)
+            begin = low + place * size * TILE
+            end = low + stop * size * TILE
+        else:
+            # Pieces of a row differ by one tile at most.
+            place = tl.zeros([ROWS], tl.int32) + run
+            begin = low + run * tiles // tl.maximum(runs, 1) * TILE
+            end = low + (run + 1) * tiles // tl.maximum(runs, 1) * TILE
         begin = tl.where(too_long, -1, begin)
-        end = low + (piece + 1) * tiles // tl.maximum(pieces, 1) * TILE
-        fields = counters + num_rows * KV_HEADS + FIELDS * (turn + piece)
+        fields = counters + num_rows * KV_HEADS + FIELDS * (turn + run)
         tl.store(fields, row, mask=exists)
         tl.store(fields + 1, begin, mask=exists)
         tl.store(fields + 2, tl.where(too_long, -1, tl.minimum(end, length)), mask=exists)
-        tl.store(fields + 3, 2 * pieces + (piece == pieces - 1), mask=exists)
-        tl.store(fields + 4, first + piece, mask=exists)
+        tl.store(fields + 3, 2 * pieces + (run == runs - 1), mask=exists)
+        tl.store(fields + 4, first + place, mask=exists)
+        tl.store(fields + 5, runs, mask=exists)
+        tl.store(fields + 6, size * TILE, mask=exists)
 
 
 @jit()
