@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from collections.abc import Callable, Iterator
 
 import pytest
@@ -402,6 +404,45 @@ def test_page_tables_that_a_device_has_not_taken(
     assert batch.num_changes > changes
 
 
+@pytest.mark.parametrize("change", ["grow", "select", "fork"])
+def test_a_device_that_has_no_memory_for_a_page_table(
+    change: str, pool: PagePool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    batch = SequenceBatch(pool, [0, 0])
+    batch.append(SIZE)
+    batch.append(1)
+    tables = batch.tables
+
+    def fail(*args: object) -> None:
+        raise torch.cuda.OutOfMemoryError("planted")
+
+    with monkeypatch.context() as patched, pytest.raises(torch.cuda.OutOfMemoryError):
+        patched.setattr("pageforge.batch.to_device", fail)
+        if change == "grow":
+            batch.append(2 * SIZE)
+        elif change == "select":
+            batch.select([1, 0])
+        else:
+            batch.fork()
+    assert batch.tables is tables
+    check(batch)
+    batch.append(1)
+    check(batch)
+    pool.check_invariants()
+
+
+def test_a_batch_that_was_released_holds_no_device_memory(pool: PagePool) -> None:
+    batch = SequenceBatch(pool, [0, 0])
+    batch.append(SIZE)
+    step = weakref.ref(batch.step(0, 0, SIZE))
+    gc.disable()
+    try:
+        batch.release()
+        assert step() is None
+    finally:
+        gc.enable()
+
+
 def test_what_does_not_fit_changes_no_page_table(pool: PagePool) -> None:
     batch = SequenceBatch(pool, [0, 0])
     batch.append(SIZE)
@@ -459,7 +500,9 @@ def test_the_layers_of_a_forward_share_their_slots() -> None:
         assert batch.tables[0].pages() != other.pages()
 
 
-@pytest.mark.parametrize("event", ["fork of the batch", "fork of a table", "select", "crop"])
+@pytest.mark.parametrize(
+    "event", ["fork of the batch", "fork of a table", "publish", "select", "crop"]
+)
 def test_growing_inside_a_page_copies_what_others_got_meanwhile(event: str) -> None:
     """Rows that have room grow without asking the pool; but not once their page is shared."""
     pool = make_pool()
@@ -473,6 +516,9 @@ def test_growing_inside_a_page_copies_what_others_got_meanwhile(event: str) -> N
         others = batch.fork().tables
     elif event == "fork of a table":
         others = [pool.fork(table) for table in batch.tables]
+    elif event == "publish":
+        for group in range(2):
+            batch.tables[0]._allocators[group].publish(batch.tables[0].pages(group)[-1])
     elif event == "select":
         batch.select([0, 0])
     else:

@@ -109,15 +109,15 @@ class SequenceBatch:
 
     def select(self, rows: Sequence[int]) -> None:
         """Row `i` becomes a fork of the former row `rows[i]`; rows not named are released."""
-        former = self.tables
-        self._room = (0, 0)
-        self.tables = [self.pool.fork(former[row]) for row in rows]
-        self.pool.release(former)
-        self._steps.clear()
-        self._num_updates += 1
         for mirror in self._mirrors:
             self.pool.use_stream(mirror.device)
-            mirror.select(rows)
+        mirrors = [mirror.copy(rows) for mirror in self._mirrors]  # should it fail, nothing has
+        tables = [self.pool.fork(self.tables[row]) for row in rows]
+        self.pool.release(self.tables)
+        self.tables, self._mirrors = tables, mirrors
+        self._room = (0, 0)
+        self._steps.clear()
+        self._num_updates += 1
 
     def fork(self) -> SequenceBatch:
         """A second batch over the same pages (copy-on-write)."""
@@ -141,6 +141,7 @@ class SequenceBatch:
         self.pool.release(self.tables)
         self.tables = []
         self._room = (0, 0)
+        self._steps.clear()  # which hold device memory, and this batch
 
     # --- what ops need ----------------------------------------------------------------------
 
@@ -286,16 +287,14 @@ class _PageTableMirror:
         if self.device.type != "cpu":
             self.device_table[:, low:high] = to_device(self.host[:, low:high], self.device)
 
-    def select(self, rows: Sequence[int]) -> None:
-        self._set_host(self.host[list(rows)])
-
-    def copy(self) -> _PageTableMirror:
+    def copy(self, rows: Sequence[int] | None = None) -> _PageTableMirror:
+        """A second one, of these rows; None: of all."""
         child = _PageTableMirror(0, self.device)
-        child._set_host(self.host.copy())
+        child._set_host(self.host.copy() if rows is None else self.host[list(rows)])
         return child
 
     def _set_host(self, host: npt.NDArray[np.int32]) -> None:
-        self.host = host
         with torch.inference_mode(False):  # else it could only be written to in that mode
             # On the CPU this shares the host's memory, and needs no further copies.
-            self.device_table = to_device(host, self.device)
+            device_table = to_device(host, self.device)
+        self.host, self.device_table = host, device_table  # both, or none if memory was lacking

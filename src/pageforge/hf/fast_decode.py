@@ -186,6 +186,7 @@ class FastDecode:
             found = self._call(given)
             if isinstance(found, Call):
                 # What is launched and waited for belongs to the tokens' device, current or not.
+                # (A step on another device does not begin early.)
                 with torch.cuda.device_of(found.tokens):
                     forward = functools.partial(self._forward, *args, **kwargs)
                     found = self._replay(found, forward, begun)

@@ -152,6 +152,8 @@ class NewTokens:
         sinks: Tensor | None,
     ) -> Tensor:  # [S, 1, Hq, Dv]
         """Write the one token of each row, and attend, in one launch."""
+        assert self.state.pool is not None
+        self.state.pool.check_open()
         step, (rows, num_heads, _, _) = self.step, query.shape
         size = rows, 1, num_heads, self.value.shape[3]
         out = torch.empty(size, dtype=query.dtype, device=query.device)

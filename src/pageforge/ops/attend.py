@@ -553,7 +553,7 @@ def _plan(
     )
 
 
-# A plan holds counters that the kernels count up and set back.
+# A plan holds counters that the kernels count up.
 _PLAN = "bool batch_invariant, Tensor(p!)? plan_table, int max_pieces"
 _OPTIONS = (
     "float scale, int? window, float? softcap, Tensor? sinks, Tensor? alibi_slopes, Tensor? starts"

@@ -1,8 +1,9 @@
 """Paged attention of one query a row (decode): K and V are read where they lie.
 
-A piece of a row (see `plan.py`) and a KV head are a program. The query heads that share the KV head
-fill the rows of the matrix units, so K/V are read once for all of them. What the pieces of a row
-found is merged by the one that ends last, or by a second kernel where that is much.
+A program takes one run of pieces of a row after the other (see `plan.py`), each for one KV head.
+The query heads that share the KV head fill the rows of the matrix units, so K/V are read once for
+all of them. What the pieces of a row found is merged by the run that ends last, or by a second
+kernel where that is much.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ MERGED_BYTES = 10 << 10
 """What a program can merge in about the time that a second kernel takes."""
 
 MERGED_AT_ONCE = 2048
-"""Elements of pieces that a merging program holds: 32 registers a thread of two warps."""
+"""Elements of pieces that a merging program holds: 16 registers a thread of four warps."""
 
 MERGED_PIECES = 32
 """Pieces that one program of the merging kernel holds."""
@@ -163,8 +164,8 @@ class DecodeLaunch:
                 found,
                 *sizes,
                 page_table.stride(0),
-                scale,
-                softcap or 0.0,
+                float(scale),  # Triton compiles the integer 1 in
+                float(softcap or 0),
             ),
             constants,
             options,
@@ -218,6 +219,7 @@ def _layout(
     return (
         query.shape,
         query.stride(),
+        query.dtype,
         new,
         None if sinks is None else sinks.dtype,
         misaligned([query, new_key, new_value, out]),

@@ -64,7 +64,8 @@ class DecodePlan(NamedTuple):
 
     `table` int32: HEADER; for each row, and for the end, where its pieces leave what they find;
     a counter for each row and KV head of runs that are done, 0 between launches; RUN numbers for
-    each run, in the order in which they begin.
+    each run, in the order in which they begin. It serves the layers of one step: the queue's int32
+    is not set back between them.
     """
 
     table: Tensor
