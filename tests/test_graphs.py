@@ -120,9 +120,18 @@ class Stream:
         self.waited_for.append(stream)
 
 
+@pytest.fixture
+def workspaces(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """What happens to those of cuBLAS, and what else tests note here."""
+    log: list[str] = []
+    clear = "_cuda_clearCublasWorkspaces"
+    monkeypatch.setattr(torch._C, clear, lambda: log.append("cleared"), raising=False)
+    return log
+
+
 @pytest.mark.parametrize("fails_at", [None, 0, graphs.WARM_UPS])
 def test_captures_share_pool_and_stream(
-    fails_at: int | None, monkeypatch: pytest.MonkeyPatch
+    fails_at: int | None, workspaces: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     current, memory = Stream(), GraphMemory("pool", Stream())
     runs, used = [], []
@@ -155,12 +164,13 @@ def test_captures_share_pool_and_stream(
 
 @pytest.mark.parametrize("enabled", [True, False])
 def test_no_garbage_is_collected_during_a_capture(
-    enabled: bool, monkeypatch: pytest.MonkeyPatch
+    enabled: bool, workspaces: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     seen = []
 
     def run(fails: bool = False) -> None:
         seen.append(gc.isenabled())
+        workspaces.append("captured")
         if fails:
             raise RuntimeError("mine")
 
@@ -175,5 +185,6 @@ def test_no_garbage_is_collected_during_a_capture(
             run(fails=True)
         assert seen == [False, False]
         assert gc.isenabled() == enabled
+        assert workspaces == ["cleared", "captured", "cleared"] * 2, "a graph has its own"
     finally:
         (gc.enable if was_enabled else gc.disable)()

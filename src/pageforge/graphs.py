@@ -177,9 +177,13 @@ def _capturing(graph: torch.cuda.CUDAGraph, pool: Any, stream: torch.cuda.Stream
     # would, for caches and pools that it finds, spoils a capture.
     collects = gc.isenabled()
     gc.disable()
+    # cuBLAS keeps a workspace for each stream, which anyone may have freed (torch.compile does for
+    # graphs of its own): what a graph uses must lie in its own memory, and nobody else use it.
+    torch._C._cuda_clearCublasWorkspaces()
     try:
         with torch.cuda.graph(graph, pool=pool, stream=stream, capture_error_mode="thread_local"):
             yield
     finally:
+        torch._C._cuda_clearCublasWorkspaces()
         if collects:
             gc.enable()

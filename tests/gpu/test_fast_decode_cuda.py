@@ -367,6 +367,25 @@ def test_to_the_last_position_and_beyond() -> None:
         assert decode.num_captures <= 3
 
 
+def test_a_graph_has_its_own_cublas_workspace() -> None:
+    """torch.compile's own graphs clear all others, and then their memory may be anyone's, or none.
+
+    Products of few rows with a long inner dimension are cut, and their parts lie there.
+    """
+    sizes = SIZES | {"hidden_size": 1024, "intermediate_size": 8192}
+    model = make(LlamaConfig(**TOKENS, **sizes), "eager").half().cuda()
+    inputs = prompt(1, 9)
+    with pageforge.fast_decode(model) as decode:
+        want = model.generate(**inputs, **GREEDY)
+        torch._C._cuda_clearCublasWorkspaces()
+        torch.cuda.empty_cache()
+        others = [torch.full((1 << 20,), torch.nan, device="cuda") for _ in range(64)]
+        assert torch.equal(model.generate(**inputs, **GREEDY), want)
+        torch.cuda.synchronize()
+    assert all(bool(other.isnan().all()) for other in others)
+    assert decode.num_captures == 1
+
+
 def test_modes_streams_and_threads(llama: PreTrainedModel) -> None:
     inputs = [prompt(2, 9, padded=True), prompt(2, 14, padded=True)]
     want = [reference(llama, each, **GREEDY) for each in inputs]
