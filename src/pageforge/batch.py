@@ -141,7 +141,11 @@ class SequenceBatch:
         self.pool.release(self.tables)
         self.tables = []
         self._room = (0, 0)
-        self._steps.clear()  # which hold device memory, and this batch
+        self.forget_steps()
+
+    def forget_steps(self) -> None:
+        """Let go of what was worked out for steps: it holds device memory, and this batch."""
+        self._steps.clear()
 
     # --- what ops need ----------------------------------------------------------------------
 

@@ -59,6 +59,8 @@ class StepInputs:
                 torch.zeros(rows, width, dtype=torch.int32, device=self.device)
                 for _ in pool.geometry.groups
             ]
+        self._tensors = [self.tokens, self.positions, self.seq_lens, self.starts, self._more]
+        self._tensors += [self.cu_query_lens, *self.page_tables]
         self._pages = [pool.pages(group) for group in range(len(pool.geometry.groups))]
         self._views: dict[int, tuple[int, _Place, _Place]] = {}
         for layer in sorted(layer for group in pool.geometry.groups for layer in group.layers):
@@ -92,6 +94,11 @@ class StepInputs:
         for table in self.page_tables:
             table.zero_()
         self.follow(batch)
+
+    def record_stream(self, stream: torch.cuda.Stream) -> None:
+        """Steps run on `stream` from now on: what they read is nobody's before it is done."""
+        for tensor in self._tensors:
+            tensor.record_stream(stream)
 
     def follow(self, batch: SequenceBatch) -> None:
         """Take over the pages of `batch`."""

@@ -1211,6 +1211,40 @@ def test_captures_that_always_lack_memory(
     assert decode.eager_steps["too many captures were in vain"] == 40 - 3 * fast_decode.MAX_WASTED
 
 
+def test_what_steps_read_belongs_to_every_stream_that_they_run_on(
+    llama: PreTrainedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    waits: list[tuple[int, int]] = []
+    recorded: list[int] = []
+
+    def stream(number: int) -> SimpleNamespace:
+        def wait(other: SimpleNamespace) -> None:
+            waits.append((number, other.cuda_stream))
+
+        return SimpleNamespace(cuda_stream=number, wait_stream=wait)
+
+    streams = {number: stream(number) for number in (7, 8)}
+    now = [7]
+    module = sys.modules[FastDecode.__module__]
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda *_: streams[now[0]])
+    monkeypatch.setattr(module, "stream_handle", lambda _: now[0])
+    monkeypatch.setattr(
+        decode_step.StepInputs,
+        "record_stream",
+        lambda _, stream: recorded.append(stream.cuda_stream),
+    )
+    cache, name = PagedKVCache(llama.config), cache_argument(llama)
+    token = torch.ones(2, 1, dtype=torch.long)
+    decode = fast(llama)
+    with torch.no_grad(), decode._installed():
+        llama(prompt(2, 9)["input_ids"], **{name: cache})
+        for number in (7, 7, 7, 8, 8, 7):
+            now[0] = number
+            llama(token, **{name: cache})
+    assert decode.num_replays == 5
+    assert (waits, recorded) == ([(8, 7), (7, 8)], [8, 7])
+
+
 def test_captures_share_a_stream_and_their_memory(
     llama: PreTrainedModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -20,6 +20,7 @@ from transformers.masking_utils import AttentionMaskInterface
 
 from pageforge.bench.models import twin
 from pageforge.geometry import pages_for
+from pageforge.graphs import CapturedStep, GraphMemory
 from pageforge.hf.cache import PagedKVCache
 from pageforge.pool import PagePool
 from pageforge.probe import cache_argument
@@ -27,8 +28,6 @@ from pageforge.probe import cache_argument
 FAST_DECODE = "pageforge.hf.fast_decode"
 
 NO_ATTENTION = "pageforge_bench_no_attention"
-
-CAPTURE_WARMUPS = 3
 
 
 @dataclass(frozen=True)
@@ -197,22 +196,16 @@ def _stub_graph(setting: Setting, compiled: bool) -> Start:
         logits: Tensor = step(token, use_cache=False).logits
         return logits
 
-    side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        for _ in range(CAPTURE_WARMUPS):
-            replayed()
-    torch.cuda.current_stream().wait_stream(side)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        out = replayed()
+    memory = GraphMemory(torch.cuda.graph_pool_handle(), torch.cuda.Stream())
+    captured = CapturedStep(replayed, memory)
 
     def forward(tokens: Tensor) -> Tensor:
         if tokens.shape[1] > 1:
             logits: Tensor = model(tokens, use_cache=False).logits
             return logits
         token.copy_(tokens)
-        graph.replay()
+        captured.replay()
+        out: Tensor = captured.outputs
         return out
 
     return lambda length: Sequences(forward)

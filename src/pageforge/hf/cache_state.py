@@ -276,6 +276,7 @@ class CacheState:
         """`free` for a finalizer: never blocks."""
         if self.pool is not None and self.batch is not None:
             self.pool.abandon(self.batch.tables)
+            self.batch.forget_steps()
 
     def fork(self) -> CacheState:
         """A second state over the same pages."""

@@ -181,6 +181,10 @@ class DecodeStep:
             self._inputs.follow(batch)
             self._changes = batch.num_changes
 
+    def record_stream(self, stream: torch.cuda.Stream) -> None:
+        """Replays come on `stream` from now on."""
+        self._inputs.record_stream(stream)
+
     def forget(self) -> None:
         """Look at everything anew in the next replay: the mask is another one."""
         self._batch = lambda: None

@@ -65,8 +65,9 @@ def fast_decode(
     run in a replay: with such there are none, unless `allow_hooks` says that they matter to longer
     forwards alone.
 
-    While the context lives a cache may hold one page a row ahead. The model is left as it was
-    found. On the CPU nothing is done, and a warning says so.
+    While the context lives a cache may hold one page a row ahead. A capture frees cuBLAS'
+    workspaces, as torch.compile's CUDA graphs do: graphs that you captured by hand, and that use
+    one from before, are to be captured anew. The model is left as it was found. On the CPU nothing is done, and a warning says so.
     """
     decode = FastDecode(model, compile=compile, allow_hooks=allow_hooks)
     device = model.device.type
@@ -407,6 +408,10 @@ class FastDecode:
         stream = torch.cuda.current_stream()
         if self._stream is not None and self._stream != stream:
             stream.wait_stream(self._stream)
+            for of_pool in self._steps.values():
+                for step in of_pool.values():
+                    if isinstance(step, DecodeStep):
+                        step.record_stream(stream)
         self._stream = stream
 
 
