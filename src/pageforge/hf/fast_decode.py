@@ -67,7 +67,8 @@ def fast_decode(
 
     While the context lives a cache may hold one page a row ahead. A capture frees cuBLAS'
     workspaces, as torch.compile's CUDA graphs do: graphs that you captured by hand, and that use
-    one from before, are to be captured anew. The model is left as it was found. On the CPU nothing is done, and a warning says so.
+    one from before, are to be captured anew. The model is left as it was found. On the CPU nothing
+    is done, and a warning says so.
     """
     decode = FastDecode(model, compile=compile, allow_hooks=allow_hooks)
     device = model.device.type
