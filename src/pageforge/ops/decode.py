@@ -362,305 +362,204 @@ def _decode_kernel(
     items = tl.load(plan_ptr) * KV_HEADS
     item = program
     while item < items:
-        _attend_run(
-            query_ptr,
-            key_ptr,
-            value_ptr,
-            new_key_ptr,
-            new_value_ptr,
-            sinks_ptr,
-            out_ptr,
-            page_table_ptr,
-            lens_ptr,
-            queries_ptr,
-            plan_ptr,
-            slopes_ptr,
-            lse_ptr,
-            found_ptr,
-            num_rows,
-            lse_from,
-            page_table_row,
-            scale,
-            softcap,
-            item // KV_HEADS,
-            item % KV_HEADS,
-            QUERY_ROW,
-            QUERY_HEAD,
-            KEY_PAGE,
-            VALUE_PAGE,
-            NEW_KEY_ROW,
-            NEW_KEY_HEAD,
-            NEW_VALUE_ROW,
-            NEW_VALUE_HEAD,
-            KV_HEADS,
-            GROUP,
-            GROUP_PAD,
-            KEY_DIM,
-            KEY_PAD,
-            VALUE_DIM,
-            VALUE_PAD,
-            PAGE,
-            TILE,
-            HAS_CAP,
-            PRECISION,
-            HEAD,
-            FIELDS,
-            INVARIANT,
-            MERGES_INSIDE,
-            MERGED_LANES,
-            MERGED_PIECES,
-            MERGED_DIMS,
-            CHAINED,
+        index = item // KV_HEADS  # of the run in the plan
+        kv_head = (item % KV_HEADS).to(tl.int64)  # with it, heads' offsets
+        counters = plan_ptr + HEAD + num_rows + 1
+        fields = counters + num_rows * KV_HEADS + FIELDS * index
+        row = tl.load(fields).to(tl.int64)
+        begin = tl.load(fields + 1)
+        end = tl.load(fields + 2)
+        of_row = tl.load(fields + 3)
+        place = tl.load(fields + 4).to(tl.int64)
+        pieces = of_row >> 1
+        runs = pieces
+        if INVARIANT:
+            runs = tl.load(fields + 5)
+            size = tl.load(fields + 6)
+        is_last = (of_row & 1) == 1
+        stored = end
+        if new_key_ptr is not None:
+            stored = tl.where(is_last & (end > begin), end - 1, end)  # the newest comes from below
+        token_of_row = row
+        if queries_ptr is not None:
+            token_of_row = tl.load(queries_ptr + row).to(tl.int64)
+
+        lane = tl.arange(0, GROUP_PAD)
+        key_dim = tl.arange(0, KEY_PAD)
+        value_dim = tl.arange(0, VALUE_PAD)
+        in_tile = tl.arange(0, TILE)
+        head = kv_head * GROUP + lane
+        real_head = lane < GROUP
+        key_real = key_dim < KEY_DIM
+        value_real = value_dim < VALUE_DIM
+        query = tl.load(
+            query_ptr + token_of_row * QUERY_ROW + head[:, None] * QUERY_HEAD + key_dim[None, :],
+            mask=real_head[:, None] & key_real[None, :],
+            other=0.0,
         )
+        if slopes_ptr is not None:
+            slope = tl.load(slopes_ptr + head, mask=real_head, other=0.0).to(tl.float32) * LOG2E
+            length = tl.load(lens_ptr + row)
+        # The online softmax: the largest score so far, the sum of weights, the weighted sum of V.
+        top = tl.full([GROUP_PAD], -float("inf"), tl.float32)
+        total = tl.zeros([GROUP_PAD], tl.float32)
+        acc = tl.zeros([GROUP_PAD, VALUE_PAD], tl.float32)
+        key_base = key_ptr + kv_head * (PAGE * KEY_DIM)
+        value_base = value_ptr + kv_head * (PAGE * VALUE_DIM)
+        row_pages = page_table_ptr + row * page_table_row
+        # The page ids of a tile are loaded one tile ahead. Loaded in the same turn as K and V they
+        # would have to be there before the loads begin, and Triton would not overlap tiles at all.
+        token = begin + in_tile
+        page = tl.load(row_pages + token // PAGE, mask=token < stored, other=0).to(tl.int64)
+        for first in range(begin, stored, TILE):
+            token = first + in_tile
+            # Beyond what is stored nothing is loaded, so that what lies there (NaN, another's K/V,
+            # no memory at all) cannot matter.
+            seen = token < stored
+            key = tl.load(
+                key_base + (page * KEY_PAGE + (token % PAGE) * KEY_DIM)[:, None] + key_dim[None, :],
+                mask=seen[:, None] if KEY_DIM == KEY_PAD else seen[:, None] & key_real[None, :],
+                other=0.0,
+            )
+            value = tl.load(
+                value_base
+                + (page * VALUE_PAGE + (token % PAGE) * VALUE_DIM)[:, None]
+                + value_dim[None, :],
+                mask=seen[:, None]
+                if VALUE_DIM == VALUE_PAD
+                else seen[:, None] & value_real[None, :],
+                other=0.0,
+            )
+            ahead = token + TILE
+            page = tl.load(row_pages + ahead // PAGE, mask=ahead < stored, other=0).to(tl.int64)
+            score = _score(
+                tl.dot(query, tl.trans(key), input_precision=PRECISION), scale, softcap, HAS_CAP
+            )
+            if slopes_ptr is not None:
+                score += slope[:, None] * (token - length + 1)[None, :]
+            score = tl.where(seen[None, :], score, -float("inf"))
+            new_top = tl.maximum(top, tl.max(score, 1))
+            decay = tl.exp2(top - new_top)
+            weight = tl.exp2(score - new_top[:, None])
+            total = total * decay + tl.sum(weight, 1)
+            acc = acc * decay[:, None]
+            acc = tl.dot(weight.to(value.dtype), value, acc, input_precision=PRECISION)
+            top = new_top
+            if INVARIANT:  # noqa: SIM102  # decided when compiled, unlike the next
+                if ((first + TILE - begin) % size == 0) & (first + TILE < end):
+                    _leave(
+                        found_ptr,
+                        found_ptr + lse_from,
+                        (place + (first + TILE - begin) // size - 1) * (KV_HEADS * GROUP) + head,
+                        value_dim,
+                        real_head,
+                        value_real,
+                        top,
+                        total,
+                        acc,
+                        VALUE_DIM,
+                    )
+                    top = tl.full([GROUP_PAD], -float("inf"), tl.float32)
+                    total = tl.zeros([GROUP_PAD], tl.float32)
+                    acc = tl.zeros([GROUP_PAD, VALUE_PAD], tl.float32)
+
+        if new_key_ptr is not None:  # noqa: SIM102  # decided when compiled, unlike the next
+            if is_last & (end > begin):
+                new_key = tl.load(
+                    new_key_ptr + row * NEW_KEY_ROW + kv_head * NEW_KEY_HEAD + key_dim,
+                    mask=key_real,
+                    other=0.0,
+                ).to(key_ptr.dtype.element_ty)
+                new_value = tl.load(
+                    new_value_ptr + row * NEW_VALUE_ROW + kv_head * NEW_VALUE_HEAD + value_dim,
+                    mask=value_real,
+                    other=0.0,
+                ).to(value_ptr.dtype.element_ty)
+                last_page = tl.load(row_pages + (end - 1) // PAGE).to(tl.int64)
+                if last_page > 0:
+                    offset = (end - 1) % PAGE
+                    to_key = key_base + last_page * KEY_PAGE + offset * KEY_DIM
+                    to_value = value_base + last_page * VALUE_PAGE + offset * VALUE_DIM
+                    tl.store(to_key + key_dim, new_key, mask=key_real)
+                    tl.store(to_value + value_dim, new_value, mask=value_real)
+                raw = tl.sum(query.to(tl.float32) * new_key[None, :].to(tl.float32), 1)
+                score = _score(raw, scale, softcap, HAS_CAP)
+                new_top = tl.maximum(top, score)
+                decay = tl.exp2(top - new_top)
+                weight = tl.exp2(score - new_top)
+                total = total * decay + weight
+                acc = acc * decay[:, None] + weight[:, None] * new_value[None, :].to(tl.float32)
+                top = new_top
+        if CHAINED:
+            gdc_launch_dependents()
+
+        if pieces == 1:
+            if begin < 0:  # a row that is longer than its pages
+                acc += float("nan")
+            if sinks_ptr is not None:
+                sink = tl.load(sinks_ptr + head, mask=real_head, other=0.0).to(tl.float32) * LOG2E
+                new_top = tl.maximum(top, sink)
+                decay = tl.exp2(top - new_top)
+                acc = acc * decay[:, None]
+                total = total * decay + tl.exp2(sink - new_top)
+                top = new_top
+            to = token_of_row * (KV_HEADS * GROUP) + head
+            tl.store(
+                out_ptr + to[:, None] * VALUE_DIM + value_dim[None, :],
+                # A row that sees nothing gives 0.
+                (acc / tl.where(total > 0, total, 1.0)[:, None]).to(out_ptr.dtype.element_ty),
+                mask=real_head[:, None] & value_real[None, :],
+            )
+            if lse_ptr is not None:
+                tl.store(lse_ptr + to, (top + tl.log2(total)) / LOG2E, mask=real_head)
+        else:
+            if INVARIANT:
+                place += (tl.maximum(end - begin, 1) - 1) // size
+            _leave(
+                found_ptr,
+                found_ptr + lse_from,
+                place * (KV_HEADS * GROUP) + head,
+                value_dim,
+                real_head,
+                value_real,
+                top,
+                total,
+                acc,
+                VALUE_DIM,
+            )
+            if MERGES_INSIDE:
+                tl.debug_barrier()  # all of the above before the count, by all threads
+                counter = counters + row * KV_HEADS + kv_head
+                done = tl.atomic_add(counter, 1, sem="acq_rel")
+                if done == runs - 1:
+                    tl.debug_barrier()
+                    tl.store(counter, 0)
+                    start = tl.load(plan_ptr + HEAD + row).to(tl.int64)
+                    merged_lane = tl.arange(0, MERGED_LANES)
+                    merged_head = kv_head * GROUP + merged_lane
+                    for dims in tl.static_range(0, VALUE_PAD, MERGED_DIMS):
+                        _merge(
+                            found_ptr,
+                            found_ptr + lse_from,
+                            sinks_ptr,
+                            out_ptr,
+                            lse_ptr,
+                            start,
+                            pieces,
+                            token_of_row,
+                            merged_head,
+                            merged_lane < GROUP,
+                            dims + tl.arange(0, MERGED_DIMS),
+                            KV_HEADS * GROUP,
+                            VALUE_DIM,
+                            MERGED_PIECES,
+                        )
         if items > programs:
             # All programs together take one number for each item, the last ones in vain: so the
             # queue need not be set back for the next layer's launch.
             item = programs + tl.atomic_add(plan_ptr + 1, 1, sem="relaxed") % items
         else:
             item = items
-
-
-@jit()
-def _attend_run(
-    query_ptr,
-    key_ptr,
-    value_ptr,
-    new_key_ptr,
-    new_value_ptr,
-    sinks_ptr,
-    out_ptr,
-    page_table_ptr,
-    lens_ptr,
-    queries_ptr,
-    plan_ptr,
-    slopes_ptr,
-    lse_ptr,
-    found_ptr,
-    num_rows,
-    lse_from,
-    page_table_row,
-    scale,
-    softcap,
-    index,  # of the run in the plan
-    kv_head,
-    QUERY_ROW: tl.constexpr,
-    QUERY_HEAD: tl.constexpr,
-    KEY_PAGE: tl.constexpr,
-    VALUE_PAGE: tl.constexpr,
-    NEW_KEY_ROW: tl.constexpr,
-    NEW_KEY_HEAD: tl.constexpr,
-    NEW_VALUE_ROW: tl.constexpr,
-    NEW_VALUE_HEAD: tl.constexpr,
-    KV_HEADS: tl.constexpr,
-    GROUP: tl.constexpr,
-    GROUP_PAD: tl.constexpr,
-    KEY_DIM: tl.constexpr,
-    KEY_PAD: tl.constexpr,
-    VALUE_DIM: tl.constexpr,
-    VALUE_PAD: tl.constexpr,
-    PAGE: tl.constexpr,
-    TILE: tl.constexpr,
-    HAS_CAP: tl.constexpr,
-    PRECISION: tl.constexpr,
-    HEAD: tl.constexpr,
-    FIELDS: tl.constexpr,
-    INVARIANT: tl.constexpr,
-    MERGES_INSIDE: tl.constexpr,
-    MERGED_LANES: tl.constexpr,
-    MERGED_PIECES: tl.constexpr,
-    MERGED_DIMS: tl.constexpr,
-    CHAINED: tl.constexpr,
-):
-    """One run of one row, for one KV head and the GROUP query heads that share it."""
-    kv_head = kv_head.to(tl.int64)  # with it, heads' offsets
-    counters = plan_ptr + HEAD + num_rows + 1
-    fields = counters + num_rows * KV_HEADS + FIELDS * index
-    row = tl.load(fields).to(tl.int64)
-    begin = tl.load(fields + 1)
-    end = tl.load(fields + 2)
-    of_row = tl.load(fields + 3)
-    place = tl.load(fields + 4).to(tl.int64)
-    pieces = of_row >> 1
-    runs = pieces
-    if INVARIANT:
-        runs = tl.load(fields + 5)
-        size = tl.load(fields + 6)
-    is_last = (of_row & 1) == 1
-    stored = end
-    if new_key_ptr is not None:
-        stored = tl.where(is_last & (end > begin), end - 1, end)  # the newest comes from below
-    token_of_row = row
-    if queries_ptr is not None:
-        token_of_row = tl.load(queries_ptr + row).to(tl.int64)
-
-    lane = tl.arange(0, GROUP_PAD)
-    key_dim = tl.arange(0, KEY_PAD)
-    value_dim = tl.arange(0, VALUE_PAD)
-    in_tile = tl.arange(0, TILE)
-    head = kv_head * GROUP + lane
-    real_head = lane < GROUP
-    key_real = key_dim < KEY_DIM
-    value_real = value_dim < VALUE_DIM
-    query = tl.load(
-        query_ptr + token_of_row * QUERY_ROW + head[:, None] * QUERY_HEAD + key_dim[None, :],
-        mask=real_head[:, None] & key_real[None, :],
-        other=0.0,
-    )
-    if slopes_ptr is not None:
-        slope = tl.load(slopes_ptr + head, mask=real_head, other=0.0).to(tl.float32) * LOG2E
-        length = tl.load(lens_ptr + row)
-    # The online softmax: the largest score so far, the sum of weights, the weighted sum of V.
-    top = tl.full([GROUP_PAD], -float("inf"), tl.float32)
-    total = tl.zeros([GROUP_PAD], tl.float32)
-    acc = tl.zeros([GROUP_PAD, VALUE_PAD], tl.float32)
-    key_base = key_ptr + kv_head * (PAGE * KEY_DIM)
-    value_base = value_ptr + kv_head * (PAGE * VALUE_DIM)
-    row_pages = page_table_ptr + row * page_table_row
-    # The page ids of a tile are loaded one tile ahead. Loaded in the same turn as K and V they
-    # would have to be there before the loads begin, and Triton would not overlap tiles at all.
-    token = begin + in_tile
-    page = tl.load(row_pages + token // PAGE, mask=token < stored, other=0).to(tl.int64)
-    for first in range(begin, stored, TILE):
-        token = first + in_tile
-        # Beyond what is stored nothing is loaded, so that what lies there (NaN, another's K/V, no
-        # memory at all) cannot matter.
-        seen = token < stored
-        key = tl.load(
-            key_base + (page * KEY_PAGE + (token % PAGE) * KEY_DIM)[:, None] + key_dim[None, :],
-            mask=seen[:, None] if KEY_DIM == KEY_PAD else seen[:, None] & key_real[None, :],
-            other=0.0,
-        )
-        value = tl.load(
-            value_base
-            + (page * VALUE_PAGE + (token % PAGE) * VALUE_DIM)[:, None]
-            + value_dim[None, :],
-            mask=seen[:, None] if VALUE_DIM == VALUE_PAD else seen[:, None] & value_real[None, :],
-            other=0.0,
-        )
-        ahead = token + TILE
-        page = tl.load(row_pages + ahead // PAGE, mask=ahead < stored, other=0).to(tl.int64)
-        score = _score(
-            tl.dot(query, tl.trans(key), input_precision=PRECISION), scale, softcap, HAS_CAP
-        )
-        if slopes_ptr is not None:
-            score += slope[:, None] * (token - length + 1)[None, :]
-        score = tl.where(seen[None, :], score, -float("inf"))
-        new_top = tl.maximum(top, tl.max(score, 1))
-        decay = tl.exp2(top - new_top)
-        weight = tl.exp2(score - new_top[:, None])
-        total = total * decay + tl.sum(weight, 1)
-        acc = acc * decay[:, None]
-        acc = tl.dot(weight.to(value.dtype), value, acc, input_precision=PRECISION)
-        top = new_top
-        if INVARIANT:  # noqa: SIM102  # decided when compiled, unlike the next
-            if ((first + TILE - begin) % size == 0) & (first + TILE < end):
-                _leave(
-                    found_ptr,
-                    found_ptr + lse_from,
-                    (place + (first + TILE - begin) // size - 1) * (KV_HEADS * GROUP) + head,
-                    value_dim,
-                    real_head,
-                    value_real,
-                    top,
-                    total,
-                    acc,
-                    VALUE_DIM,
-                )
-                top = tl.full([GROUP_PAD], -float("inf"), tl.float32)
-                total = tl.zeros([GROUP_PAD], tl.float32)
-                acc = tl.zeros([GROUP_PAD, VALUE_PAD], tl.float32)
-
-    if new_key_ptr is not None:  # noqa: SIM102  # decided when compiled, unlike the next
-        if is_last & (end > begin):
-            new_key = tl.load(
-                new_key_ptr + row * NEW_KEY_ROW + kv_head * NEW_KEY_HEAD + key_dim,
-                mask=key_real,
-                other=0.0,
-            ).to(key_ptr.dtype.element_ty)
-            new_value = tl.load(
-                new_value_ptr + row * NEW_VALUE_ROW + kv_head * NEW_VALUE_HEAD + value_dim,
-                mask=value_real,
-                other=0.0,
-            ).to(value_ptr.dtype.element_ty)
-            last_page = tl.load(row_pages + (end - 1) // PAGE).to(tl.int64)
-            if last_page > 0:
-                offset = (end - 1) % PAGE
-                to_key = key_base + last_page * KEY_PAGE + offset * KEY_DIM
-                to_value = value_base + last_page * VALUE_PAGE + offset * VALUE_DIM
-                tl.store(to_key + key_dim, new_key, mask=key_real)
-                tl.store(to_value + value_dim, new_value, mask=value_real)
-            raw = tl.sum(query.to(tl.float32) * new_key[None, :].to(tl.float32), 1)
-            score = _score(raw, scale, softcap, HAS_CAP)
-            new_top = tl.maximum(top, score)
-            decay = tl.exp2(top - new_top)
-            weight = tl.exp2(score - new_top)
-            total = total * decay + weight
-            acc = acc * decay[:, None] + weight[:, None] * new_value[None, :].to(tl.float32)
-            top = new_top
-    if CHAINED:
-        gdc_launch_dependents()
-
-    if pieces == 1:
-        if begin < 0:  # a row that is longer than its pages
-            acc += float("nan")
-        if sinks_ptr is not None:
-            sink = tl.load(sinks_ptr + head, mask=real_head, other=0.0).to(tl.float32) * LOG2E
-            new_top = tl.maximum(top, sink)
-            decay = tl.exp2(top - new_top)
-            acc = acc * decay[:, None]
-            total = total * decay + tl.exp2(sink - new_top)
-            top = new_top
-        to = token_of_row * (KV_HEADS * GROUP) + head
-        tl.store(
-            out_ptr + to[:, None] * VALUE_DIM + value_dim[None, :],
-            # A row that sees nothing gives 0.
-            (acc / tl.where(total > 0, total, 1.0)[:, None]).to(out_ptr.dtype.element_ty),
-            mask=real_head[:, None] & value_real[None, :],
-        )
-        if lse_ptr is not None:
-            tl.store(lse_ptr + to, (top + tl.log2(total)) / LOG2E, mask=real_head)
-    else:
-        if INVARIANT:
-            place += (tl.maximum(end - begin, 1) - 1) // size
-        _leave(
-            found_ptr,
-            found_ptr + lse_from,
-            place * (KV_HEADS * GROUP) + head,
-            value_dim,
-            real_head,
-            value_real,
-            top,
-            total,
-            acc,
-            VALUE_DIM,
-        )
-        if MERGES_INSIDE:
-            tl.debug_barrier()  # all of the above before the count, by all threads
-            counter = counters + row * KV_HEADS + kv_head
-            done = tl.atomic_add(counter, 1, sem="acq_rel")
-            if done == runs - 1:
-                tl.debug_barrier()
-                tl.store(counter, 0)
-                start = tl.load(plan_ptr + HEAD + row).to(tl.int64)
-                merged_lane = tl.arange(0, MERGED_LANES)
-                merged_head = kv_head * GROUP + merged_lane
-                for dims in tl.static_range(0, VALUE_PAD, MERGED_DIMS):
-                    _merge(
-                        found_ptr,
-                        found_ptr + lse_from,
-                        sinks_ptr,
-                        out_ptr,
-                        lse_ptr,
-                        start,
-                        pieces,
-                        token_of_row,
-                        merged_head,
-                        merged_lane < GROUP,
-                        dims + tl.arange(0, MERGED_DIMS),
-                        KV_HEADS * GROUP,
-                        VALUE_DIM,
-                        MERGED_PIECES,
-                    )
 
 
 @jit()
