@@ -191,7 +191,7 @@ def test_an_interrupted_run_keeps_no_pages(invoke, tiny: str, monkeypatch) -> No
 
 
 def test_ctrl_c_ends_a_real_process_tidily(tiny: str) -> None:
-    process = spawn("run", "A", "-m", tiny, "-n", "60000", "-t", "1", stdout=subprocess.PIPE)
+    process = spawn("run", "A", "-m", tiny, "-n", "60000", stdout=subprocess.PIPE)
     assert process.stdout is not None
     assert process.stdout.read(1)
     process.send_signal(signal.SIGINT)
@@ -201,7 +201,7 @@ def test_ctrl_c_ends_a_real_process_tidily(tiny: str) -> None:
 
 
 def test_a_closed_pipe_is_no_traceback(tiny: str) -> None:
-    process = spawn("run", "A", "-m", tiny, "-n", "60000", "-t", "1", stdout=subprocess.PIPE)
+    process = spawn("run", "A", "-m", tiny, "-n", "60000", stdout=subprocess.PIPE)
     assert process.stdout is not None
     process.stdout.read(1)
     process.stdout.close()
