@@ -375,10 +375,10 @@ class CacheState:
         assert self.batch is not None
         attended_length, self.attended_length = self.attended_length, None  # unless it fails
         longest = self.batch.length
-        if length < longest or min(self.lengths.values(), default=longest) < longest:
-            behind = {layer: stored for layer, stored in self.lengths.items() if stored < longest}
-            if length < longest:  # others went on, perhaps long since
-                behind[layer] = self.length_of(layer)
+        behind = {layer: stored for layer, stored in self.lengths.items() if stored < longest}
+        if length < longest:  # others went on, perhaps long since
+            behind[layer] = self.length_of(layer)
+        if behind:
             raise ShapeError(
                 f"cache: expected every layer to hold {longest} tokens before new ones, but a "
                 f"forward was interrupted (layer -> tokens: {behind}); call "

@@ -323,8 +323,7 @@ class FastDecode:
 
     def _capture(self, call: Call) -> DecodeStep | str:
         """A captured step, or why there can be none. Raises OutOfMemoryError."""
-        steps = [step for of_pool in self._steps.values() for step in of_pool.values()]
-        if not any(isinstance(step, DecodeStep) for step in steps):
+        if not self._captured():
             # Memory that graphs share goes with the last of them.
             stream = self._side_stream(call.tokens.device)
             self._memory = GraphMemory(torch.cuda.graph_pool_handle(), stream)
@@ -351,6 +350,11 @@ class FastDecode:
         self.num_captures += 1
         self._num_repaid = 0
         return step
+
+    def _captured(self) -> list[DecodeStep]:
+        """All steps that there are, of every pool that lives."""
+        steps = [step for of_pool in self._steps.values() for step in of_pool.values()]
+        return [step for step in steps if isinstance(step, DecodeStep)]
 
     def _obstacle(self) -> str | None:
         """Why the model cannot be captured as things are."""
@@ -409,10 +413,8 @@ class FastDecode:
         stream = torch.cuda.current_stream()
         if self._stream is not None and self._stream != stream:
             stream.wait_stream(self._stream)
-            for of_pool in self._steps.values():
-                for step in of_pool.values():
-                    if isinstance(step, DecodeStep):
-                        step.record_stream(stream)
+            for step in self._captured():
+                step.record_stream(stream)
         self._stream = stream
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
 from pageforge.errors import ShapeError, UnsupportedModel, expected
@@ -21,13 +20,6 @@ def check_fit(
 
     `casts`: whether another dtype is welcome.
     """
-    # What nearly always comes costs a few comparisons: each layer of each step asks.
-    if (
-        key.dim() == 4
-        and _fits(key, key.shape, key_pages, casts)
-        and _fits(value, key.shape, value_pages, casts)
-    ):
-        return
     rows, _, tokens, _ = key.shape if key.dim() == 4 else (0, 0, 0, 0)
     for name, tensor, pages in (("key", key, key_pages), ("value", value, value_pages)):
         _, heads, _, dim = pages.shape
@@ -63,15 +55,3 @@ def check_fit(
                 f"layer {layer} {name}: expected a tensor without gradient, got one that "
                 f"requires grad; pages are not differentiable: run under torch.no_grad()"
             )
-
-
-def _fits(states: Tensor, like: torch.Size, pages: Tensor, casts: bool) -> bool:
-    """Whether `states` are K or V of as many rows and tokens as `like`, and of the pages' kind."""
-    rows, _, tokens, _ = like
-    _, heads, _, dim = pages.shape
-    return (
-        states.shape == (rows, heads, tokens, dim)
-        and states.device == pages.device
-        and (casts or states.dtype == pages.dtype)
-        and not states.requires_grad
-    )

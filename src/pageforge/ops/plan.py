@@ -216,8 +216,6 @@ def _plan_kernel(
     if INVARIANT:
         # Pieces by the row alone; runs of pieces by what there is to do.
         size = tl.maximum(tl.cdiv(tiles, MOST), FEWEST)
-        pieces = tl.where(planned, tl.maximum(tl.cdiv(tiles, size), 1), 0)
-        runs = tl.where(planned, tl.maximum(tl.cdiv(pieces, tl.cdiv(fair, size)), 1), 0)
     else:
         common = fair
         # Somewhat larger pieces, if all of them can run at a time then: a few left over for a
@@ -226,9 +224,11 @@ def _plan_kernel(
             while (common < 2 * fair) & (_count(tiles, common, planned) > slots):
                 common += tl.cdiv(fair, 16)  # few tries, however long the rows
         size = tl.zeros([ROWS], tl.int32) + common
-        # A row without tokens has one piece too, which writes its zeros.
-        pieces = tl.where(planned, tl.maximum(tl.cdiv(tiles, size), 1), 0)
-        runs = pieces
+    # A row without tokens has one piece too, which writes its zeros.
+    pieces = tl.where(planned, tl.maximum(tl.cdiv(tiles, size), 1), 0)
+    runs = pieces
+    if INVARIANT:
+        runs = tl.where(planned, tl.maximum(tl.cdiv(pieces, tl.cdiv(fair, size)), 1), 0)
     first = tl.cumsum(pieces, 0) - pieces
     total = tl.sum(runs, 0)
     tl.store(table_ptr, total)
