@@ -53,6 +53,14 @@ class UnsupportedModel(PageForgeError, ValueError):
     """The model, or this use of it, cannot be served rightly."""
 
 
+class ParamsError(PageForgeError, ValueError):
+    """A sampling parameter is of the wrong type, out of range, or at odds with another."""
+
+
+class RequestError(PageForgeError, ValueError):
+    """A request to the engine, or the engine's own settings, cannot be right."""
+
+
 class ModelNotFound(PageForgeError, OSError):
     """A model could not be found or fetched; the message lists what was tried."""
 

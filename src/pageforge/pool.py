@@ -26,11 +26,13 @@ from pageforge.geometry import (
     KVGeometry,
     LayerGroup,
     bytes_per_page,
+    pages_for,
     total_bytes_per_page,
 )
 from pageforge.memory import PageAllocator, PageTable, PrefixIndex
 from pageforge.memory.allocator import Supply
 from pageforge.memory.page_table import PageCopy, append_all, pages_needed
+from pageforge.memory.prefix import PrefixCursor
 from pageforge.ops.launch import stream_handle
 from pageforge.probe import geometry_of
 from pageforge.store import (
@@ -97,6 +99,20 @@ class PoolStats:
     bytes_in_use: int
     bytes_mapped: int
     groups: tuple[GroupStats, ...]
+
+
+@dataclass(frozen=True)
+class Prefix:
+    """Known pages that hold the first `num_tokens` tokens of a sequence, in every layer group.
+
+    `num_used`: how many of its pages others hold now; the rest are cached ones, which count as
+    available until they are shared.
+    """
+
+    num_tokens: int
+    pages: tuple[list[int], ...]
+    num_used: int
+    cursors: list[PrefixCursor]
 
 
 class _Group:
@@ -270,13 +286,18 @@ class PagePool:
                 table.crop(length)
             self._shrink()
 
-    def slide(self, tables: Sequence[PageTable]) -> tuple[int, int]:
+    def slide(
+        self, tables: Sequence[PageTable], lengths: Sequence[int | None] | None = None
+    ) -> tuple[int, int]:
         """Release pages that left a window (less the roll-back margin).
 
+        `lengths`: tokens that each table has by now, where room was made for more of them ahead.
         Returns the range of logical pages in which they were: `(low, high)`, empty if none.
         """
+        lengths = [None] * len(tables) if lengths is None else lengths
         with self._exclusive():
-            gone = [pages for table in tables if (pages := table.slide())]
+            pairs = zip(tables, lengths, strict=True)
+            gone = [pages for table, length in pairs if (pages := table.slide(length))]
             if not gone:
                 return 0, 0
             self._shrink()
@@ -291,8 +312,9 @@ class PagePool:
     ) -> list[PageTable]:
         """Page tables over saved pages, one a row, all of `length` tokens.
 
-        `contents[group]`: `[n, page elements]`. `rows[row][group]`: indices into it, for the row's
-        last tokens; rows may share pages. Raises OutOfPages.
+        `contents[group]`: `[n, page elements]`; pinned ones are copied while the host goes on, and
+        must live until that is done. `rows[row][group]`: indices into it, for the row's last
+        tokens; rows may share pages. Raises OutOfPages.
         """
         with self._exclusive():
             self._reserve([len(data) for data in contents])
@@ -304,8 +326,12 @@ class PagePool:
             try:
                 for group, pages, data in zip(self._groups, ids, contents, strict=True):
                     self.use_stream(group.device)
-                    index = torch.tensor(pages, dtype=torch.long, device=group.device)
-                    group.pages.index_copy_(0, index, data.to(group.device, group.dtype))
+                    index = torch.tensor(pages, dtype=torch.long)
+                    if data.dtype == group.dtype and (data.is_pinned() or not group.pages.is_cuda):
+                        ops.swap_in(data, group.pages, index)
+                        continue
+                    data = data.to(group.device, group.dtype)
+                    group.pages.index_copy_(0, index.to(group.device), data)
                 for table, row in zip(tables, rows, strict=True):
                     table.adopt([[ids[g][i] for i in row[g]] for g in range(len(ids))], length)
             except BaseException:
@@ -316,6 +342,106 @@ class PagePool:
                 for group, pages in zip(self._groups, ids, strict=True):
                     group.allocator.release(pages[::-1])
             return tables
+
+    # --- prefixes that sequences share ------------------------------------------------------
+
+    def match_prefix(self, tokens: Sequence[int], salt: str = "") -> Prefix:
+        """The longest known prefix of `tokens`, in full pages; a query.
+
+        `salt` parts what must not be shared (another adapter, say).
+        """
+        with self._exclusive():
+            size = self.geometry.page_size
+            num_pages = min(len(g.prefix.match(tokens, salt)) for g in self._groups)
+            num_tokens, pages, cursors = num_pages * size, [], []
+            for group in self._groups:
+                found, cursor = group.prefix.walk(tokens[:num_tokens], salt)
+                window = group.layout.shape.window
+                oldest = 0 if window is None else max(0, num_tokens - window - ROLLBACK)
+                pages.append(found[oldest // size :])
+                cursors.append(cursor if num_pages else group.prefix.start(salt))
+            used = min(
+                sum(not group.allocator.is_cached(page) for page in found)
+                for group, found in zip(self._groups, pages, strict=True)
+            )
+            return Prefix(num_tokens, tuple(pages), used, cursors)
+
+    def adopt_prefix(self, prefix: Prefix) -> PageTable:
+        """A page table over `prefix`, which must be just what `match_prefix` gave."""
+        with self._exclusive():
+            table = self.new_table()
+            if prefix.num_tokens:
+                table.adopt(prefix.pages, prefix.num_tokens)
+            return table
+
+    def publish_prefix(
+        self, table: PageTable, tokens: Sequence[int], cursors: list[PrefixCursor]
+    ) -> None:
+        """Make the full pages of `tokens`, the first ones of `table`, findable.
+
+        `cursors`: how far each group has come, as `match_prefix` said first; moved on.
+        """
+        with self._exclusive():
+            size = self.geometry.page_size
+            for index, group in enumerate(self._groups):
+                first = cursors[index].num_pages
+                pages = table.entries(first, len(tokens) // size, index)
+                if pages and all(pages):  # else some have left the window unpublished
+                    cursors[index] = group.prefix.extend(
+                        cursors[index], tokens[first * size :], pages
+                    )
+
+    @property
+    def num_available(self) -> int:
+        """Pages that all groups could hand out together now, free and cached ones."""
+        with self._exclusive():
+            used = sum(g.allocator.num_used * g.bytes_per_page for g in self._groups)
+            return min(
+                (self._budget - used) // total_bytes_per_page(self.geometry.groups),
+                min(group.allocator.num_available for group in self._groups),
+            )
+
+    def num_reclaimable(self, table: PageTable) -> int:
+        """Pages that each group would have more of if `table` was released."""
+        with self._exclusive():
+            return min(
+                sum(group.allocator.count(page) == 1 for page in table.pages(index))
+                for index, group in enumerate(self._groups)
+            )
+
+    def save(self, table: PageTable, num_tokens: int) -> list[Tensor]:
+        """The pages of a table's first `num_tokens` tokens, for `restore`: those that it holds.
+
+        `[n, page elements]` on the host for each group; on CUDA pinned, and complete once what was
+        launched on the current stream is done.
+        """
+        with self._exclusive():
+            contents = []
+            for index, group in enumerate(self._groups):
+                pages = self._held(table, index, num_tokens)
+                content = torch.empty(
+                    (len(pages), group.pages.shape[1]),
+                    dtype=group.dtype,
+                    pin_memory=group.device.type == "cuda",
+                )
+                self.use_stream(group.device)
+                ops.swap_out(group.pages, torch.tensor(pages, dtype=torch.long), content)
+                contents.append(content)
+            return contents
+
+    def num_bytes(self, table: PageTable, num_tokens: int) -> int:
+        """Bytes of the pages that `save` copies."""
+        with self._exclusive():
+            return sum(
+                len(self._held(table, index, num_tokens)) * group.bytes_per_page
+                for index, group in enumerate(self._groups)
+            )
+
+    def _held(self, table: PageTable, group: int, num_tokens: int) -> list[int]:
+        """The pages of a table's first `num_tokens` tokens that are present in `group`."""
+        return table.pages(group)[
+            : pages_for(num_tokens, self.geometry.page_size) - table.first_page(group)
+        ]
 
     def release(self, tables: Sequence[PageTable]) -> None:
         """Give all pages of `tables` back. Releasing twice does nothing."""

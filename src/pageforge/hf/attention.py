@@ -88,7 +88,7 @@ def _in_place(
     sinks: Tensor | None,
 ) -> Tensor:  # [S, T, Hq, Dv]
     count = query.shape[2]
-    whole = tokens.step.start == 0 and (mask.window is None or count <= mask.window)
+    whole = tokens.is_whole and (mask.window is None or count <= mask.window)
     if count > 1 and whole and mask.padding is None and softcap is None and sinks is None:
         # All K/V that are seen have just come, and torch has faster kernels for that than we do.
         return sdpa_attention_forward(

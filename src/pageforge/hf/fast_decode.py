@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedConfig, PreTrainedModel
+from transformers import PreTrainedModel
 from transformers.utils import logging
 
 from pageforge.errors import GeometryError, PageForgeError, UnsupportedModel, UseAfterFree
@@ -21,6 +21,7 @@ from pageforge.graphs import GraphMemory
 from pageforge.hf.attention import NAME
 from pageforge.hf.cache import PagedKVCache
 from pageforge.hf.decode_step import HOLES, Call, DecodeStep, agree
+from pageforge.hf.switch import pageforge_attention_on
 from pageforge.model_state import PLAIN, ModelState, hooks_on
 from pageforge.ops.launch import stream_handle
 from pageforge.pool import PagePool
@@ -123,24 +124,21 @@ class FastDecode:
                 "fast_decode: expected a model outside of it, got one inside; leave that context "
                 "first"
             )
-        attention = [(config, config._attn_implementation) for config in _configs(model)]
         own = {name: vars(model)[name] for name in ("forward", "generate") if name in vars(model)}
-        try:
-            model.set_attn_implementation(NAME)
-            model.forward = self._wrap(self._forward, self._step_or_forward)
-            if self._generate is not None:
-                model.generate = self._wrap(self._generate, self._generate_paged)
-            yield
-        finally:
-            for name in ("forward", "generate"):
-                vars(model).pop(name, None)
-            vars(model).update(own)
-            for config, implementation in attention:
-                config._attn_implementation = implementation
-            self._steps.clear()
-            self._state = self._pool = self._latest = None
-            for cache in list(self._caches):
-                _settle(cache)
+        with pageforge_attention_on(model):
+            try:
+                model.forward = self._wrap(self._forward, self._step_or_forward)
+                if self._generate is not None:
+                    model.generate = self._wrap(self._generate, self._generate_paged)
+                yield
+            finally:
+                for name in ("forward", "generate"):
+                    vars(model).pop(name, None)
+                vars(model).update(own)
+                self._steps.clear()
+                self._state = self._pool = self._latest = None
+                for cache in list(self._caches):
+                    _settle(cache)
 
     def _wrap(self, original: Any, replacement: Any) -> Any:
         @functools.wraps(original)
@@ -416,18 +414,6 @@ class FastDecode:
             for step in self._captured():
                 step.record_stream(stream)
         self._stream = stream
-
-
-def _configs(model: PreTrainedModel) -> list[PreTrainedConfig]:
-    """The configs of the model, of the models inside it and inside other configs; outer ones first.
-
-    Setting an attention implementation sets it in all of them.
-    """
-    configs = [part.config for part in model.modules() if isinstance(part, PreTrainedModel)]
-    for config in configs:  # which grows meanwhile
-        inner = (getattr(config, name, None) for name in config.sub_configs)
-        configs += [each for each in inner if each is not None]
-    return list({id(config): config for config in configs}.values())
 
 
 def _is_paged(cache: PagedKVCache) -> bool:

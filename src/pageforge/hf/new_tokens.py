@@ -61,6 +61,11 @@ class NewTokens:
         """Whether anyone has the dense tensors, and so may have changed them."""
         return self._dense is not None
 
+    @property
+    def is_whole(self) -> bool:
+        """Whether these are all tokens that the layer holds."""
+        return self.step.start == 0
+
     def write(self) -> None:
         """Write the new tokens to their pages."""
         assert self.state.pool is not None

@@ -30,7 +30,9 @@ class Span(NamedTuple):
 
 
 class StepCache(Cache):
-    """A cache of all layers of a pool, for one decode step."""
+    """A cache of all layers of a pool, for one decode step: one token a row, `[S, 1]`."""
+
+    span = Span(start=0, stop=1)
 
     def __init__(self, inputs: StepInputs, windows: dict[int, int | None] | None = None):
         """`windows` of the layers, once they are known: then `update` returns plain tensors.
@@ -184,11 +186,12 @@ class StepTokens:
     """The K/V that one `update` in a step brought; what NewTokens is outside of captures."""
 
     is_dense = False
+    is_whole = False
     oldest = 0
-    step = Span(start=0, stop=1)
 
     def __init__(self, cache: StepCache, layer: int, key: Tensor, value: Tensor):
         self.state = cache
+        self.step = cache.span
         self.layer = layer
         self.key = key
         self.value = value

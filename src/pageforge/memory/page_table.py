@@ -250,18 +250,20 @@ class PageTable:
                 self._first[group] = self.start // self.page_size
         self.length = length
 
-    def slide(self) -> range | None:
+    def slide(self, length: int | None = None) -> range | None:
         """Release the pages that no later token's window reaches, less the roll-back margin.
 
+        `length`: tokens that are there, where room was made for more of them ahead.
         Returns the logical pages among which they were, or None if there were none.
         """
         self._check_live()
+        length = self.length if length is None else length
         gone: list[int] = []
         for group, window in enumerate(self.windows):
             if window is None:
                 continue
             first, pages = self._first[group], self._pages[group]
-            oldest = self.length - self.rollback - window + 1
+            oldest = length - self.rollback - window + 1
             leave = min(oldest // self.page_size - first, len(pages))
             if leave > 0:
                 self._allocators[group].release(pages[:leave][::-1])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
@@ -21,6 +22,14 @@ class _Entry:
     parent: int  # serial of the page before, or of the salt
     tokens: Tokens
     page: int
+
+
+class PrefixCursor(NamedTuple):
+    """The place in an index that a sequence has come to: its next page is looked up from here."""
+
+    num_pages: int
+    key: bytes  # the hash of all before
+    parent: int  # serial of the page before, or of the salt
 
 
 def chained_hash(parent: bytes, tokens: Tokens) -> bytes:
@@ -67,16 +76,20 @@ class PrefixIndex:
 
         A query: share the pages before anything else is allocated.
         """
+        return self.walk(tokens, salt)[0]
+
+    def walk(self, tokens: Sequence[int], salt: str = "") -> tuple[list[int], PrefixCursor]:
+        """`match`, and the place from which `extend` publishes the pages that come after."""
         pages = []
         parent, key = self._roots.get(salt, -1), salt.encode()
         for chunk in self._full_pages(tokens):
-            key = self._hash(key, chunk)
-            entry = self._entries.get(key)
+            next_key = self._hash(key, chunk)
+            entry = self._entries.get(next_key)
             if entry is None or entry.parent != parent or entry.tokens != chunk:
                 break
             pages.append(entry.page)
-            parent = entry.serial
-        return pages
+            parent, key = entry.serial, next_key
+        return pages, PrefixCursor(len(pages), key, parent)
 
     def publish(self, tokens: Sequence[int], pages: Sequence[int], salt: str = "") -> int:
         """Make the full pages of a sequence findable; `pages[i]` holds `tokens[i*P:(i+1)*P]`.
@@ -85,6 +98,20 @@ class PrefixIndex:
         where another page holds the same tokens already that one stays. Raises PageError, and then
         nothing has changed, when `pages` are fewer than the full pages of `tokens`, or one of them
         is not used.
+        """
+        return self.extend(self.start(salt), tokens, pages).num_pages
+
+    def start(self, salt: str = "") -> PrefixCursor:
+        """The place before a sequence's first page."""
+        return PrefixCursor(0, salt.encode(), self._root(salt))
+
+    def extend(
+        self, cursor: PrefixCursor, tokens: Sequence[int], pages: Sequence[int]
+    ) -> PrefixCursor:
+        """`publish` what comes after `cursor`: `tokens`, which begin with a page, and `pages`.
+
+        Returns the place after the last page that is findable. Once a page before `cursor` was
+        evicted, nothing more is published: nothing could reach it.
         """
         chunks = self._full_pages(tokens)
         if len(pages) < len(chunks):
@@ -96,25 +123,27 @@ class PrefixIndex:
                 raise PageError(
                     expected(f"page {page}", "a used page", "a free or cached one", "publish first")
                 )
-        parent, key = self._root(salt), salt.encode()
-        for done, (chunk, page) in enumerate(zip(chunks, pages, strict=False)):
-            key = self._hash(key, chunk)
-            entry = self._entries.get(key)
+        done, key, parent = cursor
+        if parent not in self._serials:
+            return cursor
+        for chunk, page in zip(chunks, pages, strict=False):
+            next_key = self._hash(key, chunk)
+            entry = self._entries.get(next_key)
             if entry is not None and entry.parent not in self._serials:
                 # The page before it was evicted: nothing can reach it any more.
                 self._allocator.unpublish(entry.page)
                 entry = None
             if entry is None:
                 if page in self._keys:
-                    return done  # known as something else: never one page under two contents
+                    break  # known as something else: never one page under two contents
                 self._allocator.publish(page)
                 entry = _Entry(self._serial(), parent, chunk, page)
-                self._entries[key] = entry
-                self._keys[page] = key
+                self._entries[next_key] = entry
+                self._keys[page] = next_key
             elif entry.parent != parent or entry.tokens != chunk:
-                return done  # a collision: the page that came first stays
-            parent = entry.serial
-        return len(chunks)
+                break  # a collision: the page that came first stays
+            done, key, parent = done + 1, next_key, entry.serial
+        return PrefixCursor(done, key, parent)
 
     def drop(self) -> None:
         """Forget everything: cached pages fall free, used ones are not kept at their end."""

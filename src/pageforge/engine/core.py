@@ -1,0 +1,587 @@
+"""The core of the engine: sequences in, tokens out, step by step. It knows no text.
+
+`step` plans and launches the next step of the model before it looks at what the last one gave: the
+device always has work while the host does its own. A sequence that turns out to have ended then was
+computed once too often, which nobody sees.
+"""
+
+from __future__ import annotations
+
+import bisect
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+from transformers.utils import logging
+
+from pageforge.batch import to_device
+from pageforge.engine.draw import uniforms
+from pageforge.engine.logprobs import Logprobs, token_logprobs
+from pageforge.engine.runner import Runner, Step
+from pageforge.engine.sampler import Sampled, Sampler
+from pageforge.engine.scheduler import Admission, Limits, plan
+from pageforge.engine.sequence import Rows, Sequence
+from pageforge.engine.swap_space import SwapSpace
+from pageforge.errors import OutOfPages, PageForgeError
+from pageforge.geometry import pages_for
+from pageforge.graphs import bucket
+from pageforge.memory import PageTable
+from pageforge.pool import PagePool
+
+logger = logging.get_logger(__name__)
+
+NO_TOKEN = -1
+"""In the stop ids of a row, where it has fewer than others."""
+
+
+class Listener(Protocol):
+    """Whose sequences these are: told of what becomes of them."""
+
+    def on_scheduled(self, sequence: Sequence) -> None:
+        """It begins to run, or to run again."""
+
+    def on_first_token(self, sequence: Sequence) -> None:
+        """Its first token has come."""
+
+    def on_token(self, sequence: Sequence, token: int, flight: Flight, place: int) -> None:
+        """A new token of a sequence that is watched; may call `Core.finish`."""
+
+    def on_prompt_logprobs(self, sequence: Sequence, first: int, logprobs: Logprobs) -> None:
+        """Log-probabilities of prompt tokens from position `first` on."""
+
+    def on_finish(self, sequence: Sequence, reason: str, cause: Any) -> None:
+        """It has ended; its tokens are in `sequence.tokens`. `cause`: stop id, or exception."""
+
+
+@dataclass
+class Flight:
+    """A step that was launched and not looked at yet: what it samples, and for whom.
+
+    `rows`, `epochs`: `[R]`, of the sampled `sequences` when it was launched. `tokens`: `[R]` int64
+    on the host, -1 where logits made no sense, complete once `done` has come.
+    """
+
+    everyone: list[Sequence]  # that computed something in it
+    sequences: list[Sequence]
+    rows: npt.NDArray[np.int64]
+    epochs: npt.NDArray[np.int64]
+    tokens: Tensor
+    sampled: Sampled
+    logprobs: Logprobs | None  # of the rows that ask, on the host once it has landed
+    prompts: list[tuple[Sequence, int, Logprobs]]  # from a position on
+    kept: list[Any]  # what must live until it is done
+    done: torch.cuda.Event | None
+
+
+class Core:
+    """Sequences, one pool, one model."""
+
+    def __init__(
+        self,
+        runner: Runner,
+        pool: PagePool,
+        sampler: Sampler,
+        limits: Limits,
+        listener: Listener,
+        *,
+        swap_bytes: int,
+    ):
+        """`swap_bytes`: host memory for the pages of preempted sequences."""
+        self.runner = runner
+        self.pool = pool
+        self.waiting: list[Sequence] = []  # by rank
+        self.rows = Rows(limits.max_running)
+        self.swap = SwapSpace(pool, swap_bytes)
+        self.num_steps = 0
+        self.num_computed = 0
+        self.num_preemptions = 0
+        self.num_swaps = 0
+        self._sampler = sampler
+        self._limits = limits
+        self._listener = listener
+        self._pages = _PoolPages(pool)
+        self._flight: Flight | None = None
+        self._kept: list[Any] = []
+        self._parents: list[Sequence] = []
+        self._has_windows = any(group.shape.window for group in pool.geometry.groups)
+        size = limits.max_running
+        self._stop_ids = np.full((size, 1), NO_TOKEN, np.int64)
+        self._seeds = np.zeros(size, np.uint64)
+        self._is_watched = np.zeros(size, np.bool_)
+        self._needs_host: set[int] = set()  # rows whose next token depends on the last one's value
+        self._wants_prompt: set[int] = set()  # rows that compute logits of their whole prompt
+
+    # --- coming and going -------------------------------------------------------------------
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether there is nothing to do."""
+        return not (self.waiting or self.rows.num_running or self._flight)
+
+    def add(self, sequence: Sequence) -> None:
+        """It waits for its turn."""
+        if sequence.most_computed == 0 and sequence.limit == sequence.num_prompt:
+            self._end(sequence, "length", None)  # a prompt of one token, and no token wanted
+            return
+        if sequence.children:
+            self._parents.append(sequence)
+        bisect.insort(self.waiting, sequence, key=_by_rank)
+
+    def finish(self, sequence: Sequence, reason: str, cause: Any = None) -> None:
+        """End a sequence in whatever state it is; its pages are free at once."""
+        if sequence.is_finished:
+            return
+        if sequence.row >= 0:
+            self._leave_row(sequence)
+        else:
+            self.waiting.remove(sequence)
+        self._release(sequence)
+        self._end(sequence, reason, cause)
+
+    def _end(self, sequence: Sequence, reason: str, cause: Any) -> None:
+        sequence.is_finished = True
+        if sequence in self._parents:
+            self._parents.remove(sequence)
+        if sequence.children:  # the first of them does what it did not live to do
+            first, *others = sequence.children
+            sequence.children = []
+            first.parent, first.children = None, others
+            for other in others:
+                other.parent = first
+            if others:
+                self._parents.append(first)
+        self._listener.on_finish(sequence, reason, cause)
+
+    # --- a step -----------------------------------------------------------------------------
+
+    def step(self) -> None:
+        """Launch the next step, then look at what the last one gave."""
+        if self._needs_host:
+            self._land()
+        self._compact()
+        launched = self._launch(self._next_plan())
+        self._land()
+        self._flight = launched
+        if launched is not None and launched.done is None:  # on the CPU: it is done already
+            self._land()
+
+    def settle(self) -> None:
+        """Look at what the step in flight gives, if there is one; launch nothing."""
+        self._land()
+
+    def _next_plan(self) -> npt.NDArray[np.int32]:
+        """Who computes how many tokens, their pages being there: `[max_running]`."""
+        while True:
+            found = plan(self.rows, self.waiting, self._limits, self._pages)
+            for sequence in found.dropped:
+                self._release(sequence)
+            for sequence in found.preempted:
+                self.preempt(sequence)
+            if found.stuck is not None:
+                self.finish(found.stuck, "error", self._out_of_pages(found.stuck))
+            elif not (found.dropped or found.preempted):
+                counts = found.counts.copy()
+                try:
+                    for admission in found.admitted:
+                        counts[admission.row] = self._admit(admission)
+                    self._grow(counts)
+                    return counts
+                except OutOfPages as error:  # the device itself has no memory left
+                    self._yield_memory(error)
+
+    def _admit(self, admission: Admission) -> int:
+        """Begin to run; how many tokens it computes in this step."""
+        sequence, row = admission.sequence, admission.row
+        size = self.pool.geometry.page_size
+        if sequence.swapped is not None:
+            sequence.table = self.swap.take(sequence.swapped)
+            self._kept.append(sequence.swapped)
+            sequence.swapped = None
+            # Its last page is its own, so it may as well fill it.
+            self.pool.append([sequence.table], -sequence.num_computed % size)
+        elif sequence.table is None:
+            tokens = sequence.tokens[: sequence.num_known - 1] if sequence.shares else ()
+            prefix = self.pool.match_prefix(_ints(tokens))
+            sequence.table, sequence.cursors = self.pool.adopt_prefix(prefix), prefix.cursors
+            sequence.num_computed = prefix.num_tokens
+            if not sequence.num_preemptions:
+                sequence.num_cached = prefix.num_tokens
+        self.waiting.remove(sequence)
+        self.rows.put(sequence, row, sequence.table.length)
+        self._describe(sequence)
+        self._set_pages([(sequence, 0)])
+        wanted = min(sequence.goal - sequence.num_computed, admission.num_tokens)
+        self._publish(sequence, sequence.num_computed + wanted)
+        self._listener.on_scheduled(sequence)
+        return wanted
+
+    def _describe(self, sequence: Sequence) -> None:
+        """What the sampler, and whoever looks at its tokens, must know of a row."""
+        row, params = sequence.row, sequence.params
+        stop_ids = sequence.stop_ids
+        missing = len(stop_ids) - self._stop_ids.shape[1]
+        if missing > 0:
+            self._stop_ids = np.pad(
+                self._stop_ids, ((0, 0), (0, missing)), constant_values=NO_TOKEN
+            )
+        self._stop_ids[row] = NO_TOKEN
+        self._stop_ids[row, : len(stop_ids)] = stop_ids
+        self._seeds[row] = sequence.seed
+        self._is_watched[row] = sequence.is_watched
+        if params.needs_host:
+            self._needs_host.add(row)
+        if params.prompt_logprobs is not None:
+            self._wants_prompt.add(row)
+        self._sampler.set_row(
+            row,
+            params,
+            prompt_tokens=sequence.tokens[: sequence.num_prompt],
+            output_tokens=sequence.tokens[sequence.num_prompt :],
+            eos_ids=stop_ids,
+        )
+
+    def _grow(self, counts: npt.NDArray[np.int32]) -> None:
+        """Claim the pages that the step writes to. Raises OutOfPages."""
+        rows, size = self.rows, self.pool.geometry.page_size
+        lengths = rows.computed + counts
+        short = np.flatnonzero(lengths > rows.room).tolist()
+        if not short:
+            return
+        growing: dict[int, list[Sequence]] = {}
+        for row in short:
+            sequence = rows.sequences[row]
+            missing = pages_for(int(lengths[row]), size) * size - sequence.table.length
+            growing.setdefault(missing, []).append(sequence)
+        if self._has_windows:
+            self.pool.slide(
+                [rows.sequences[row].table for row in short], rows.computed[short].tolist()
+            )
+        for missing, sequences in growing.items():
+            before = [sequence.table.length for sequence in sequences]
+            self.pool.append([sequence.table for sequence in sequences], missing)
+            self._set_pages(
+                [(each, first // size) for each, first in zip(sequences, before, strict=True)]
+            )
+            for sequence in sequences:
+                rows.room[sequence.row] = sequence.table.length
+        for row in short:
+            if counts[row] > 1:
+                self._publish(rows.sequences[row], int(lengths[row]))
+
+    def _set_pages(self, changed: list[tuple[Sequence, int]]) -> None:
+        """Tell the device of the pages of sequences, from a logical page on each."""
+        size = self.pool.geometry.page_size
+        self.runner.set_pages(
+            [
+                (group, each.row, first, each.table.entries(first, each.table.length // size + 1, group))
+                for group in range(len(self.pool.geometry.groups))
+                for each, first in changed
+            ]
+        )
+
+    def _publish(self, sequence: Sequence, num_tokens: int) -> None:
+        """Let others find the pages of its first `num_tokens` tokens, which are known."""
+        if sequence.shares and sequence.cursors:
+            tokens = self._tokens(sequence)[:num_tokens]
+            self.pool.publish_prefix(sequence.table, _ints(tokens), sequence.cursors)
+
+    def _tokens(self, sequence: Sequence) -> npt.NDArray[np.int32]:
+        row = sequence.row
+        return sequence.tokens if row < 0 else self.rows.tokens[row, : self.rows.length[row]]
+
+    def _launch(self, counts: npt.NDArray[np.int32]) -> Flight | None:
+        """Run the step on the device, and account for it."""
+        if not counts.any():
+            return None
+        rows = self.rows
+        everyone = [rows.sequences[row] for row in np.flatnonzero(counts).tolist()]
+        try:
+            flight = self._sample(self.runner.launch(rows, counts, self._asking(counts)), everyone)
+        except Exception as error:  # the model's, or the user's in it: the others go on
+            logger.warning("engine: a step of %d sequences failed: %s", len(everyone), error)
+            self._land()
+            self.pool.drop_prefix_cache()  # what it should have written may not be there
+            for sequence in everyone:
+                self.finish(sequence, "error", error)
+            return None
+        rows.computed += counts
+        rows.pending[flight.rows] += 1
+        self.num_steps += 1
+        self.num_computed += int(counts.sum())
+        self._fork()
+        return flight
+
+    def _asking(self, counts: npt.NDArray[np.int32]) -> npt.NDArray[np.bool_] | None:
+        """`[max_running]`: rows of whose prompt all logits are asked for; None without any."""
+        asking = [
+            row
+            for row in self._wants_prompt
+            if counts[row] and self.rows.computed[row] < self.rows.prompt[row]
+        ]
+        if not asking:
+            return None
+        mask = np.zeros(len(self.rows), np.bool_)
+        mask[asking] = True
+        return mask
+
+    def _sample(self, step: Step, everyone: list[Sequence]) -> Flight:
+        rows, chosen = self.rows, step.rows
+        whole = len(chosen) == len(step.logits)
+        # Mostly these are the first rows, one after the other.
+        is_front = bool((step.places == np.arange(len(chosen))).all())
+        logits = step.logits
+        if not (is_front and whole):
+            device = logits.device
+            places = to_device(step.places, device)
+            logits = logits[: len(chosen)] if is_front else logits[places]
+        num_generated = (rows.length + rows.pending - rows.prompt)[chosen].astype(np.int64)
+        if self._sampler.draws(chosen):
+            drawn = uniforms(self._seeds[chosen], num_generated)
+            uniform = to_device(drawn, logits.device)
+        else:
+            uniform = torch.empty(0)
+        sampled = self._sampler.sample(logits, chosen, uniform, num_generated, self._generated)
+        self.runner.keep_tokens(chosen, sampled.tokens)
+        tokens = sampled.tokens.masked_fill(sampled.bad, NO_TOKEN)
+        done = None
+        if tokens.is_cuda:
+            pinned = torch.empty(tokens.shape, dtype=tokens.dtype, pin_memory=True)
+            tokens = pinned.copy_(tokens, non_blocking=True)
+        prompts = [
+            (rows.sequences[row], first, self._prompt_logprobs(step.logits[start:stop], row, first))
+            for row, first, start, stop in step.spans
+        ]
+        if step.logits.is_cuda:
+            done = torch.cuda.Event()
+            done.record()
+        kept, self._kept = self._kept, []
+        return Flight(
+            everyone,
+            [rows.sequences[row] for row in chosen.tolist()],
+            chosen,
+            rows.epoch[chosen],
+            tokens,
+            sampled,
+            sampled.logprobs,
+            prompts,
+            kept,
+            done,
+        )
+
+    def _prompt_logprobs(self, logits: Tensor, row: int, first: int) -> Logprobs:
+        """Of the prompt tokens from position `first` on, given the logits before each."""
+        sequence = self.rows.sequences[row]
+        wanted = self.rows.tokens[row, first : first + len(logits)].astype(np.int64)
+        return token_logprobs(
+            logits, to_device(wanted, logits.device), sequence.params.prompt_logprobs
+        )
+
+    def _generated(self, row: int) -> list[int]:
+        tokens: list[int] = self.rows.tokens[
+            row, self.rows.prompt[row] : self.rows.length[row]
+        ].tolist()
+        return tokens
+
+    def _fork(self) -> None:
+        """Let those who wait for a prompt share its pages, once they are computed or launched."""
+        for parent in list(self._parents):
+            if parent.row < 0 or self.rows.computed[parent.row] < parent.num_prompt - 1:
+                continue
+            self._parents.remove(parent)
+            for child in parent.children:
+                child.parent = None
+                # It computes the last token once more, for its logits.
+                child.num_computed = parent.num_prompt - 1
+                if child.num_computed:
+                    child.table = self.pool.fork(parent.table)
+                    self.pool.crop([child.table], child.num_computed)
+                    child.num_cached = child.num_computed
+            parent.children = []
+
+    # --- what a step gave -------------------------------------------------------------------
+
+    def _land(self) -> None:
+        """Wait for the step in flight, and take its tokens."""
+        flight, self._flight = self._flight, None
+        if flight is None:
+            return
+        if flight.done is not None:
+            flight.done.synchronize()
+        if flight.logprobs is not None:
+            flight.logprobs = flight.logprobs.on_host()
+        for sequence, first, logprobs in flight.prompts:
+            if not sequence.is_finished:
+                self._listener.on_prompt_logprobs(sequence, first, logprobs.on_host())
+        tokens = flight.tokens.numpy()
+        is_current = self.rows.epoch[flight.rows] == flight.epochs
+        rows, taken = flight.rows[is_current], tokens[is_current]
+        lengths = self.rows.length[rows]
+        self.rows.tokens[rows, lengths] = taken
+        self.rows.length[rows] += 1
+        self.rows.pending[rows] -= 1
+        stops = (taken[:, None] == self._stop_ids[rows]).any(1) | (taken == NO_TOKEN)
+        is_last = lengths + 1 == self.rows.most_computed[rows] + 1
+        is_first = lengths == self.rows.prompt[rows]
+        matters = stops | is_first | is_last | self._is_watched[rows]
+        for place in np.flatnonzero(is_current)[matters].tolist():
+            self._take(flight, place, int(tokens[place]))
+        for place in np.flatnonzero(~is_current).tolist():  # moved to another row, or lost its own
+            self._catch_up(flight, place, int(tokens[place]))
+        for sequence in flight.everyone:
+            if sequence.limit == sequence.num_prompt and not sequence.is_finished:
+                if sequence.row < 0 or self.rows.computed[sequence.row] < sequence.most_computed:
+                    continue
+                self.finish(sequence, "length")
+
+    def _catch_up(self, flight: Flight, place: int, token: int) -> None:
+        sequence = flight.sequences[place]
+        if sequence.is_finished:
+            return
+        row = sequence.row
+        if row >= 0:
+            self.rows.tokens[row, self.rows.length[row]] = token
+            self.rows.length[row] += 1
+            self.rows.pending[row] -= 1
+        else:
+            sequence.tokens = np.append(sequence.tokens, np.int32(token))
+            sequence.num_pending -= 1
+        self._take(flight, place, token)
+
+    def _take(self, flight: Flight, place: int, token: int) -> None:
+        """See what a new token means for its sequence."""
+        sequence = flight.sequences[place]
+        if token == NO_TOKEN:
+            error = flight.sampled.errors.get(place)
+            self.finish(sequence, "error", error or PageForgeError(NO_SENSE))
+            return
+        if len(self._tokens(sequence)) == sequence.num_prompt + 1:
+            self._listener.on_first_token(sequence)
+        if sequence.is_watched:
+            self._listener.on_token(sequence, token, flight, place)
+            if sequence.is_finished:
+                return
+        if token in sequence.stop_ids:
+            self.finish(sequence, "stop", token)
+        elif len(self._tokens(sequence)) == sequence.limit:
+            self.finish(sequence, "length")
+
+    # --- giving up pages --------------------------------------------------------------------
+
+    def preempt(self, sequence: Sequence) -> None:
+        """Take row and pages from a running sequence; it waits, and goes on later."""
+        num_tokens = int(self.rows.computed[sequence.row])
+        swapped = self.swap.put(sequence.table, num_tokens) if num_tokens else None
+        self._leave_row(sequence)
+        if swapped is None:
+            sequence.num_computed = 0
+        else:
+            sequence.swapped = swapped
+            self.num_swaps += 1
+        self._release(sequence, keep_swapped=True)
+        sequence.num_preemptions += 1
+        self.num_preemptions += 1
+        bisect.insort(self.waiting, sequence, key=_by_rank)
+        logger.warning(
+            "engine: out of pages; %r gives up its %d computed tokens (%s)",
+            sequence.owner if sequence.owner is not None else sequence,
+            num_tokens,
+            "computes them again" if swapped is None else "swapped to the host",
+        )
+
+    def give_up_pages(self, *, swap: bool = True) -> None:
+        """Every sequence gives its pages up, to go on later; without `swap` those on the host too."""
+        self._land()
+        room, self.swap.max_bytes = self.swap.max_bytes, self.swap.max_bytes if swap else 0
+        for sequence in sorted(filter(None, self.rows.sequences), key=_by_rank, reverse=True):
+            self.preempt(sequence)
+        self.swap.max_bytes = room
+        for sequence in self.waiting:
+            self._release(sequence, keep_swapped=swap)
+
+    def _compact(self) -> None:
+        """Move the last rows to free ones before them, where steps get smaller by it."""
+        rows = self.rows
+        while rows.num_running and bucket(rows.end) > bucket(rows.num_running):
+            source, target = rows.end - 1, rows.free_row()
+            self.runner.move_row(source, target)
+            self._sampler.move_row(source, target)
+            rows.move(source, target)
+            for column in (self._stop_ids, self._seeds, self._is_watched):
+                column[target] = column[source]
+            self._is_watched[source] = False
+            for members in (self._needs_host, self._wants_prompt):
+                if source in members:
+                    members.remove(source)
+                    members.add(target)
+
+    def _publish_all(self, sequence: Sequence) -> None:
+        """Let others find the pages of all tokens that are known and computed."""
+        row = sequence.row
+        self._publish(sequence, min(int(self.rows.computed[row]), int(self.rows.length[row])))
+
+    def _leave_row(self, sequence: Sequence) -> None:
+        row = sequence.row
+        if sequence.table is not None:
+            self._publish_all(sequence)
+        self.rows.take(sequence)
+        self._sampler.clear_row(row)
+        self._is_watched[row] = False
+        self._needs_host.discard(row)
+        self._wants_prompt.discard(row)
+
+    def _release(self, sequence: Sequence, *, keep_swapped: bool = False) -> None:
+        """Give its pages back; what it computed is lost, unless they lie on the host."""
+        if sequence.table is not None:
+            self.pool.release([sequence.table])
+            sequence.table, sequence.cursors = None, []
+        if sequence.swapped is not None and not keep_swapped:
+            self.swap.drop(sequence.swapped)
+            self._kept.append(sequence.swapped)
+            sequence.swapped = None
+        if sequence.swapped is None:
+            sequence.num_computed = 0
+
+    def _yield_memory(self, error: OutOfPages) -> None:
+        """The device has less memory than the pool's budget: the youngest gives up its own."""
+        running = [sequence for sequence in self.rows.sequences if sequence is not None]
+        youngest = max(running, key=_by_rank)
+        if len(running) > 1:
+            self.preempt(youngest)
+        else:
+            self.finish(youngest, "error", error)
+
+    def _out_of_pages(self, sequence: Sequence) -> OutOfPages:
+        row, size = sequence.row, self.pool.geometry.page_size
+        needed = pages_for(int(self.rows.computed[row]) + 1, size)
+        return OutOfPages(needed, self.pool.num_available, "others hold the pool's pages")
+
+
+NO_SENSE = "logits: expected a finite one at least, got NaN or -inf alone; look at the model's weights"
+
+
+class _PoolPages:
+    """What the scheduler asks, answered by a pool."""
+
+    def __init__(self, pool: PagePool):
+        self._pool = pool
+
+    def available(self) -> int:
+        return self._pool.num_available
+
+    def match(self, sequence: Sequence) -> tuple[int, int]:
+        prefix = self._pool.match_prefix(_ints(sequence.tokens[: sequence.num_known - 1]))
+        return prefix.num_tokens, prefix.num_used
+
+    def reclaimable(self, table: PageTable) -> int:
+        return self._pool.num_reclaimable(table)
+
+
+def _by_rank(sequence: Sequence) -> int:
+    return sequence.rank
+
+
+def _ints(tokens: npt.NDArray[np.int32] | tuple[()]) -> list[int]:
+    return [] if isinstance(tokens, tuple) else tokens.tolist()

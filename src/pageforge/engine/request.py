@@ -1,0 +1,198 @@
+"""Request: one prompt on its way through the engine, and what is shown of it."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable
+from typing import Any
+
+from pageforge.engine.logprobs import Logprobs
+from pageforge.engine.outputs import (
+    Completion,
+    Logprob,
+    RequestOutput,
+    StreamChunk,
+    Timings,
+    TokenLogprobs,
+)
+from pageforge.engine.params import SamplingParams
+from pageforge.engine.sequence import Sequence
+from pageforge.engine.text import Detokenizer
+
+
+class _Branch:
+    """One of a request's n completions, while it is generated."""
+
+    def __init__(self, sequence: Sequence, detokenizer: Detokenizer | None):
+        self.sequence = sequence
+        self.detokenizer = detokenizer
+        self.logprobs: list[TokenLogprobs] = []
+        self.text: list[str] = []
+        self.num_shown = 0  # tokens that a stream was given
+        self.completion: Completion | None = None
+
+
+class Request:
+    """A prompt, its params, and the completions as they come.
+
+    `streams`: whether chunks are kept for somebody who reads them as they come.
+    """
+
+    def __init__(
+        self,
+        request_id: str,
+        prompt: str | None,
+        prompt_ids: list[int],
+        params: SamplingParams,
+        make_detokenizer: Callable[[], Detokenizer] | None,
+        decode: Callable[[list[int]], str] | None,
+        *,
+        streams: bool,
+    ):
+        self.id = request_id
+        self.prompt = prompt
+        self.prompt_ids = prompt_ids
+        self.params = params
+        self.streams = streams
+        self.chunks: deque[StreamChunk] = deque()
+        self.output: RequestOutput | None = None
+        self._make_detokenizer = make_detokenizer
+        self._decode = decode
+        self._branches: list[_Branch] = []
+        self._prompt_logprobs: list[TokenLogprobs | None] = [None]
+        self._arrived = time.monotonic()
+        self._scheduled: float | None = None
+        self._first_token: float | None = None
+
+    @property
+    def sequences(self) -> list[Sequence]:
+        """Of all completions."""
+        return [branch.sequence for branch in self._branches]
+
+    @property
+    def is_watched(self) -> bool:
+        """Whether each token has to be looked at when it comes."""
+        params = self.params
+        return self.streams or bool(params.stop) or params.logprobs is not None
+
+    def add(self, sequence: Sequence) -> None:
+        """One of the completions."""
+        has_text = self.streams or self.params.stop
+        make = self._make_detokenizer if has_text else None
+        self._branches.append(_Branch(sequence, None if make is None else make()))
+
+    def __repr__(self) -> str:
+        return f"request {self.id}"
+
+    # --- what happens to it -----------------------------------------------------------------
+
+    def on_scheduled(self) -> None:
+        """It takes part in a step for the first time."""
+        if self._scheduled is None:
+            self._scheduled = time.monotonic()
+
+    def on_first_token(self) -> None:
+        """The first token of any completion has come."""
+        if self._first_token is None:
+            self._first_token = time.monotonic()
+
+    def take(self, sequence: Sequence, token: int, logprobs: TokenLogprobs | None) -> str | None:
+        """A token of a watched completion. Returns the stop string that it completes, if any."""
+        branch = self._branch(sequence)
+        if logprobs is not None:
+            branch.logprobs.append(logprobs)
+        text, stop = "", None
+        if branch.detokenizer is not None:
+            text = branch.detokenizer.push([token])
+            branch.text.append(text)
+            stop = branch.detokenizer.stopped
+        if self.streams and stop is None:
+            self._show(branch, text, [token])
+        return stop
+
+    def take_prompt_logprobs(self, logprobs: list[TokenLogprobs]) -> None:
+        """Of the next prompt tokens."""
+        self._prompt_logprobs += logprobs
+
+    def end(self, sequence: Sequence, reason: str, cause: Any) -> bool:
+        """A completion has ended; whether it was the last one."""
+        branch = self._branch(sequence)
+        token_ids = sequence.tokens[sequence.num_prompt :].tolist()
+        error = cause if reason == "error" else None
+        stop = cause if reason == "stop" else None
+        text, rest = None, ""
+        try:
+            if branch.detokenizer is not None:
+                rest = branch.detokenizer.finish()
+                text = "".join([*branch.text, rest])
+                if branch.detokenizer.stopped is not None:
+                    reason, stop = "stop", branch.detokenizer.stopped
+                    token_ids = token_ids[: branch.detokenizer.num_tokens]
+            elif self._decode is not None:
+                text = self._decode(token_ids)
+        except Exception as failure:  # a tokenizer that cannot decode fails its request alone
+            reason, error, stop, text = "error", failure, None, None
+        wants = self.params.logprobs is not None
+        branch.completion = Completion(
+            index=self._branches.index(branch),
+            token_ids=tuple(token_ids),
+            text=text,
+            finish_reason=reason,
+            stop=stop,
+            logprobs=tuple(branch.logprobs[: len(token_ids)]) if wants else None,
+            error=error,
+        )
+        if self.streams:
+            self._show(branch, rest, [], reason)
+        if any(each.completion is None for each in self._branches):
+            return False
+        self.output = self._make_output()
+        return True
+
+    # --- inside -----------------------------------------------------------------------------
+
+    def _branch(self, sequence: Sequence) -> _Branch:
+        return next(each for each in self._branches if each.sequence is sequence)
+
+    def _show(
+        self, branch: _Branch, text: str, tokens: list[int], reason: str | None = None
+    ) -> None:
+        logprobs = branch.logprobs[branch.num_shown : branch.num_shown + len(tokens)]
+        branch.num_shown += len(tokens)
+        self.chunks.append(
+            StreamChunk(
+                request_id=self.id,
+                index=self._branches.index(branch),
+                text=text if branch.detokenizer is not None else None,
+                token_ids=tuple(tokens),
+                finish_reason=reason,
+                logprobs=tuple(logprobs) if self.params.logprobs is not None else None,
+            )
+        )
+
+    def _make_output(self) -> RequestOutput:
+        now = time.monotonic()
+        completions = [branch.completion for branch in self._branches]
+        wants = self.params.prompt_logprobs is not None
+        return RequestOutput(
+            request_id=self.id,
+            prompt=self.prompt,
+            prompt_token_ids=tuple(self.prompt_ids),
+            outputs=completions,
+            prompt_logprobs=self._prompt_logprobs if wants else None,
+            timings=Timings(
+                queued=None if self._scheduled is None else self._scheduled - self._arrived,
+                first_token=None if self._first_token is None else self._first_token - self._arrived,
+                total=now - self._arrived,
+                num_tokens=max(len(each.token_ids) for each in completions),
+            ),
+            num_cached_tokens=self._branches[0].sequence.num_cached,
+        )
+
+
+def token_logprobs_of(logprobs: Logprobs, place: int, token: int, k: int) -> TokenLogprobs:
+    """One token's, off the device."""
+    ids, values = logprobs.top_ids[place, :k].tolist(), logprobs.top[place, :k].tolist()
+    top = tuple(Logprob(token_id, value) for token_id, value in zip(ids, values, strict=True))
+    return TokenLogprobs(token, float(logprobs.chosen[place]), top)

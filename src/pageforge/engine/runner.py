@@ -1,0 +1,491 @@
+"""The runner: a step of the model over packed rows, eagerly or as a captured graph.
+
+What the steps read stays where it is on the device: each row's last token, its page tables, and one
+buffer that takes all numbers of a step in one copy. So a step can be launched before the host knows
+what the last one gave.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections import Counter
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+from transformers.utils import logging
+
+from pageforge.batch import to_device
+from pageforge.engine.packed import PackedCache, PackedInputs
+from pageforge.engine.params import SamplingParams
+from pageforge.engine.sequence import Rows, Sequence
+from pageforge.errors import UnsupportedModel
+from pageforge.geometry import pages_for
+from pageforge.graphs import CapturedStep, GraphMemory, bucket
+from pageforge.hf.decode_step import AGREEMENT
+from pageforge.hf.fast_decode import MAX_TOKENS, MOVING_ROPE
+from pageforge.model_state import ModelState, hooks_on
+from pageforge.pool import PagePool
+from pageforge.probe import cache_argument, learned_positions
+
+logger = logging.get_logger(__name__)
+
+BUFFERS = 2
+"""Host buffers of a step's numbers: one is read by the step in flight while the next is filled."""
+
+WORTHWHILE = 3
+"""Steps of one padded size after which a mixed step is captured: a capture costs three of them."""
+
+MOST_GRAPH_TOKENS = 2048
+"""Steps of more tokens keep the device busy for longer than the host needs to launch them."""
+
+RECOMPILES = 64
+"""Variants of one forward that torch.compile may keep: one for each padded size."""
+
+
+class StepShape(NamedTuple):
+    """What a captured step has baked in: padded numbers of tokens, rows and logits."""
+
+    tokens: int
+    rows: int
+    logits: int
+    decodes: bool  # token `t` is the one of row `t`
+
+
+class Step(NamedTuple):
+    """A step that was launched.
+
+    `rows [R]`: those that know no more tokens after it, so that one is to be sampled for each, from
+    `logits[places]`. `spans`: of prompts whose logits are all asked for, each (row, position of the
+    first token that they are about, first of the logits, behind the last).
+    """
+
+    rows: npt.NDArray[np.int64]
+    places: npt.NDArray[np.int64]
+    logits: Tensor  # [R or more, V]
+    spans: list[tuple[int, int, int, int]]
+
+
+class Runner:
+    """Runs steps of one model on one pool."""
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        pool: PagePool,
+        *,
+        max_running: int,
+        max_batch_tokens: int,
+        max_tokens: int,
+        compile: bool,
+        allow_hooks: bool,
+    ):
+        """`max_tokens`: that a row may come to have."""
+        self.eager_steps: Counter[str] = Counter()
+        """Steps that ran eagerly, by reason."""
+        self.num_replays = 0
+        self.num_captures = 0
+        self._model = model
+        self._pool = pool
+        self._compile = compile
+        self._allow_hooks = allow_hooks
+        self._device = torch.device(pool.geometry.groups[0].shape.device)
+        self._cache_name = cache_argument(model)
+        self._takes_rows = "logits_to_keep" in inspect.signature(model.forward).parameters
+        self._layers = {
+            layer: pool.layer(layer) for group in pool.geometry.groups for layer in group.layers
+        }
+        width = pages_for(max_tokens, pool.geometry.page_size)
+        groups = pool.geometry.groups
+        with torch.inference_mode(False):  # else they could only be written to in that mode
+            self.last_tokens = torch.zeros(max_running, dtype=torch.int64, device=self._device)
+            self._page_tables = [
+                torch.zeros(max_running, width, dtype=torch.int32, device=self._device)
+                for _ in groups
+            ]
+            most = StepShape(max_batch_tokens, max_running, max_batch_tokens, False)
+            size = sum(_sizes(most, len(groups)))
+            self._buffer = torch.zeros(size, dtype=torch.uint8, device=self._device)
+            pinned = self._device.type == "cuda"
+            self._host = [
+                torch.zeros(size, dtype=torch.uint8, pin_memory=pinned) for _ in range(BUFFERS)
+            ]
+        self.host_tables = [np.zeros((max_running, width), np.int32) for _ in groups]
+        self._turn = 0
+        self._inputs: dict[StepShape, tuple[PackedInputs, Tensor]] = {}
+        self._graphs: dict[StepShape, CapturedStep | str] = {}
+        self._times: Counter[StepShape] = Counter()
+        self._memory: GraphMemory | None = None
+        self._state: ModelState | None = None
+        self._windows: dict[int, int | None] | None = None
+        self._compiled: Callable[..., Any] | None = None
+
+    def try_model(self) -> None:
+        """Run two sequences at once and each alone. Raises UnsupportedModel if that differs.
+
+        So no model is served wrongly in which tokens meet by other ways than attention.
+        """
+        name = type(self._model).__name__
+        size = self._pool.geometry.page_size
+        tables = [self._pool.new_table(), self._pool.new_table()]
+        prompts = [[1, 2, 3], [4, 5]]
+        try:
+            self._pool.append(tables, size)
+            rows = Rows(len(tables))
+            for row, (table, prompt) in enumerate(zip(tables, prompts, strict=True)):
+                sequence = Sequence(np.array(prompt, np.int32), SamplingParams(max_tokens=1), row)
+                rows.put(sequence, row, size)
+                for group in range(len(self._page_tables)):
+                    self.set_pages([(group, row, 0, table.pages(group))])
+            together = self.launch(rows, rows.wanted, None).logits[:2]
+            for row, prompt in enumerate(prompts):
+                tokens = torch.tensor([prompt], device=self._device)
+                alone = self._model(input_ids=tokens, use_cache=False).logits[0, -1]
+                error = (together[row].float() - alone.float()).norm()
+                if not error <= AGREEMENT[alone.dtype] * alone.float().norm():
+                    raise UnsupportedModel(
+                        f"{name}: expected the same logits of a sequence alone and beside another, "
+                        f"got {float(error):.3g} between them; use model.generate"
+                    )
+        except UnsupportedModel:
+            raise
+        except Exception as error:
+            raise UnsupportedModel(f"{name}: packed sequences do not run: {error}") from error
+        finally:
+            self._pool.release(tables)
+        self.vocab_size = together.shape[1]
+
+    # --- page tables ------------------------------------------------------------------------
+
+    def set_pages(self, entries: list[tuple[int, int, int, list[int]]]) -> None:
+        """Page table entries `(group, row, first logical page, page ids)`, on host and device."""
+        for group, table in enumerate(self._page_tables):
+            places, values = [], []
+            for of_group, row, first, ids in entries:
+                if of_group == group and ids:
+                    self.host_tables[group][row, first : first + len(ids)] = ids
+                    start = row * table.shape[1] + first
+                    places.append(np.arange(start, start + len(ids)))
+                    values.append(ids)
+            if places:
+                where = to_device(np.concatenate(places), self._device)
+                pages = to_device(np.concatenate(values).astype(np.int32), self._device)
+                table.view(-1).index_copy_(0, where, pages)
+
+    def move_row(self, source: int, target: int) -> None:
+        """Row `target` takes over what row `source` has."""
+        self.last_tokens[target] = self.last_tokens[source]
+        for host, table in zip(self.host_tables, self._page_tables, strict=True):
+            host[target] = host[source]
+            table[target] = table[source]
+
+    # --- steps ------------------------------------------------------------------------------
+
+    def launch(
+        self, rows: Rows, counts: npt.NDArray[np.int32], asking: npt.NDArray[np.bool_] | None
+    ) -> Step:
+        """Run the next `counts[row]` tokens of each row.
+
+        `asking`: rows for whose prompts all logits are wanted, where there are such.
+        """
+        end = int(np.flatnonzero(counts)[-1]) + 1
+        counts = counts[:end]
+        known = rows.length[:end] + rows.pending[:end]
+        chosen = np.flatnonzero((counts > 0) & (rows.computed[:end] + counts == known))
+        decodes = asking is None and int(counts.max()) == 1
+        spans: list[tuple[int, int, int, int]] = []
+        if decodes:
+            shape, arrays = self._decode_arrays(rows, counts)
+            places = chosen
+        else:
+            shape, arrays, places, spans = self._mixed_arrays(rows, counts, chosen, asking)
+        inputs, logit_places = self._load(shape, arrays)
+        inputs.max_query_len = 1 if decodes else int(counts.max())
+        return Step(chosen, places, self._run(shape, inputs, logit_places), spans)
+
+    def keep_tokens(self, rows: npt.NDArray[np.int64], tokens: Tensor) -> None:
+        """`tokens [R]` are the last ones of `rows`, for the next step to read on the device."""
+        if len(rows) and rows[-1] == len(rows) - 1:
+            self.last_tokens[: len(rows)].copy_(tokens)
+        else:
+            self.last_tokens.index_copy_(0, to_device(rows, self._device), tokens)
+
+    def _decode_arrays(
+        self, rows: Rows, counts: npt.NDArray[np.int32]
+    ) -> tuple[StepShape, list[npt.NDArray[Any]]]:
+        end = len(counts)
+        padded = min(bucket(end), len(rows)) if self._uses_graphs else end
+        shape = StepShape(padded, padded, padded, True)
+        active = counts > 0
+        computed = rows.computed[:end]
+        numbers = np.arange(end)
+        tokens = np.zeros(padded, np.int64)
+        is_known = computed < rows.length[:end]
+        places = np.minimum(computed, rows.tokens.shape[1] - 1)
+        tokens[:end] = np.where(is_known, rows.tokens[numbers, places], -1 - numbers)
+        tokens[:end][~active] = 0
+        positions = np.zeros(padded, np.int64)
+        positions[:end] = np.where(active, computed, 0)
+        lengths = np.zeros(padded, np.int32)
+        lengths[:end] = np.where(active, computed + 1, 0)
+        bounds = np.arange(padded + 1, dtype=np.int32)
+        arrays = [tokens, positions, np.arange(padded), lengths, bounds]
+        return shape, arrays
+
+    def _mixed_arrays(
+        self,
+        rows: Rows,
+        counts: npt.NDArray[np.int32],
+        chosen: npt.NDArray[np.int64],
+        asking: npt.NDArray[np.bool_] | None,
+    ) -> tuple[
+        StepShape,
+        list[npt.NDArray[Any]],
+        npt.NDArray[np.int64],
+        list[tuple[int, int, int, int]],
+    ]:
+        """(padded sizes, a step's numbers, `places` and `spans` of Step)."""
+        end, total = len(counts), int(counts.sum())
+        computed, size = rows.computed[:end], self._pool.geometry.page_size
+        bounds = np.zeros(end + 1, np.int32)
+        np.cumsum(counts, out=bounds[1:])
+        row_of = np.repeat(np.arange(end), counts)
+        positions = np.arange(total) - bounds[row_of] + computed[row_of]
+        is_known = positions < rows.length[row_of]
+        columns = np.minimum(positions, rows.tokens.shape[1] - 1)
+        tokens = np.where(is_known, rows.tokens[row_of, columns], -1 - row_of)
+        slots = []
+        for table in self.host_tables:
+            page_ids = table[row_of, positions // size].astype(np.int64)
+            slots.append(np.where(page_ids > 0, page_ids * size + positions % size, -1))
+        lengths = np.where(counts > 0, computed + counts, 0).astype(np.int32)
+        wanted = bounds[chosen + 1].astype(np.int64) - 1  # the last token of each of these
+        places, spans = np.arange(len(chosen)), []
+        if asking is not None:
+            is_wanted = asking[row_of] & (positions + 1 < rows.prompt[row_of])
+            is_wanted[wanted] = True
+            last, wanted = wanted, np.flatnonzero(is_wanted)
+            places = np.searchsorted(wanted, last)
+            for row in np.flatnonzero(asking[:end] & (counts > 0)).tolist():
+                first = int(computed[row]) + 1  # the logits of a token are about the next one
+                start = int(np.searchsorted(wanted, bounds[row]))
+                count = min(int(counts[row]), int(rows.prompt[row]) - first)
+                spans.append((row, first, start, start + count))
+        arrays = [tokens, positions, *slots, wanted, lengths, bounds]
+        shape = StepShape(total, end, len(wanted), False)
+        padded = StepShape(bucket(total), min(bucket(end), len(rows)), 0, False)
+        padded = padded._replace(logits=padded.rows)
+        if self._uses_graphs and asking is None and padded.tokens <= MOST_GRAPH_TOKENS:
+            arrays = _padded(arrays, shape, padded)
+            shape = padded
+        return shape, arrays, places, spans
+
+    @property
+    def _uses_graphs(self) -> bool:
+        return self._device.type == "cuda"
+
+    def _load(
+        self, shape: StepShape, arrays: list[npt.NDArray[Any]]
+    ) -> tuple[PackedInputs, Tensor]:
+        """Copy a step's numbers to the device, in one go; what reads them there."""
+        host = self._host[self._turn]
+        self._turn = (self._turn + 1) % BUFFERS
+        flat, start = host.numpy(), 0
+        for array, size in zip(arrays, _sizes(shape, len(self._page_tables)), strict=True):
+            flat[start : start + size] = array.view(np.uint8)
+            start += size
+        self._buffer[:start].copy_(host[:start], non_blocking=True)
+        if shape not in self._inputs:
+            if not self._uses_graphs:
+                self._inputs.clear()  # shapes hardly ever come again
+            self._inputs[shape] = self._views(shape)
+        return self._inputs[shape]
+
+    def _views(self, shape: StepShape) -> tuple[PackedInputs, Tensor]:
+        views, start = [], 0
+        sizes = _sizes(shape, len(self._page_tables))
+        for number, size in enumerate(sizes):
+            dtype = torch.int32 if number >= len(sizes) - 2 else torch.int64
+            views.append(self._buffer[start : start + size].view(dtype))
+            start += size
+        tokens, positions, *slots, logit_places, seq_lens, bounds = views
+        inputs = PackedInputs(
+            self._pool.geometry,
+            self._layers,
+            tokens,
+            positions,
+            seq_lens,
+            bounds,
+            [table[: shape.rows] for table in self._page_tables],
+            None if shape.decodes else slots,
+            1 if shape.decodes else shape.tokens,
+        )
+        return inputs, logit_places
+
+    def _run(self, shape: StepShape, inputs: PackedInputs, logit_places: Tensor) -> Tensor:
+        self._pool.use_stream(self._device)
+
+        def forward() -> Tensor:
+            return self._forward(inputs, None if shape.decodes else logit_places)
+
+        graph = self._graph(shape, inputs, forward)
+        if graph is None:
+            return forward()
+        graph.replay()
+        self.num_replays += 1
+        logits: Tensor = graph.outputs
+        return logits
+
+    def _forward(self, inputs: PackedInputs, logit_places: Tensor | None) -> Tensor:  # [R, V]
+        inputs.begin()
+        tokens = inputs.tokens
+        # Negative: the last token of a row, which only the device may know yet.
+        tokens = torch.where(tokens < 0, self.last_tokens[(-1 - tokens).clamp(min=0)], tokens)
+        arguments: dict[str, Any] = {
+            "input_ids": tokens[None],
+            "position_ids": inputs.positions[None],
+            "attention_mask": None,
+            "use_cache": True,
+        }
+        if logit_places is not None and self._takes_rows:
+            arguments["logits_to_keep"] = logit_places
+        cache = PackedCache(inputs)
+        outputs = self._model(**arguments, **{self._cache_name: cache})
+        cache.check_written()
+        logits: Tensor = outputs.logits[0]
+        if logit_places is not None and not self._takes_rows:
+            logits = logits[logit_places]
+        return logits
+
+    # --- graphs -----------------------------------------------------------------------------
+
+    def refresh(self) -> None:
+        """Drop captured steps if the model is not what it was when they were captured."""
+        if self._state is not None and (change := self._state.change()) is not None:
+            logger.info("engine: %s; steps are captured anew", change)
+            self.forget_graphs()
+
+    def forget_graphs(self) -> None:
+        """Drop captured steps, and what they hold of the model."""
+        self._graphs.clear()
+        self._times.clear()
+        self._state = self._memory = self._compiled = None
+
+    def _graph(
+        self, shape: StepShape, inputs: PackedInputs, forward: Callable[[], Tensor]
+    ) -> CapturedStep | None:
+        """The captured step of this shape, captured now if it is worth while."""
+        if not self._uses_graphs or (not shape.decodes and shape.logits != shape.rows):
+            return None
+        graph = self._graphs.get(shape)
+        if graph is None:
+            self._times[shape] += 1
+            if not shape.decodes and self._times[shape] < WORTHWHILE:
+                return None
+            graph = self._graphs[shape] = self._capture(shape, inputs, forward)
+        if isinstance(graph, str):
+            if not self.eager_steps[graph]:
+                logger.warning("engine: steps run eagerly: %s", graph)
+            self.eager_steps[graph] += 1
+            return None
+        return graph
+
+    def _capture(
+        self, shape: StepShape, inputs: PackedInputs, forward: Callable[[], Tensor]
+    ) -> CapturedStep | str:
+        """A captured step, or why there can be none. What it runs meanwhile does no harm: the
+        same tokens are written to the same places."""
+        if not self._allow_hooks and (reason := hooks_on(self._model)) is not None:
+            return reason
+        if self._memory is None:
+            stream = torch.cuda.Stream(self._device)
+            self._memory = GraphMemory(torch.cuda.graph_pool_handle(), stream)
+        state = ModelState(self._model)
+        before = inputs.max_query_len
+        inputs.max_query_len = 1 if shape.decodes else shape.tokens
+        try:
+            step = CapturedStep(forward, self._memory)
+        except torch.cuda.OutOfMemoryError:
+            return "there is not enough memory to capture a step"
+        except Exception as error:  # whatever a model does that a graph cannot repeat
+            logger.debug("engine: capture failed", exc_info=True)
+            return f"a step cannot be captured: {error}"
+        finally:
+            inputs.max_query_len = before
+        if (change := state.change()) is not None:
+            return f"{change} in each forward"
+        self._state = self._state or state
+        self.num_captures += 1
+        return step
+
+
+def _padded(
+    arrays: list[npt.NDArray[Any]], shape: StepShape, padded: StepShape
+) -> list[npt.NDArray[Any]]:
+    """A mixed step's numbers with tokens, rows and logits of nobody behind them."""
+    tokens, positions, *slots, wanted, lengths, bounds = arrays
+    more_tokens, more_rows = padded.tokens - shape.tokens, padded.rows - shape.rows
+    return [
+        np.pad(tokens, (0, more_tokens)),
+        np.pad(positions, (0, more_tokens)),
+        *(np.pad(of_group, (0, more_tokens), constant_values=-1) for of_group in slots),
+        np.pad(wanted, (0, padded.logits - shape.logits)),
+        np.pad(lengths, (0, more_rows)),
+        np.pad(bounds, (0, more_rows), mode="edge"),
+    ]
+
+
+def _sizes(shape: StepShape, num_groups: int) -> list[int]:
+    """Bytes of each part of a step's numbers, in their order; those of 8 bytes each first."""
+    slots = [] if shape.decodes else [8 * shape.tokens] * num_groups
+    longs = [8 * shape.tokens, 8 * shape.tokens, *slots, 8 * shape.logits]
+    return [*longs, 4 * shape.rows, 4 * (shape.rows + 1)]
+
+
+def check_model(model: PreTrainedModel) -> None:
+    """Raise UnsupportedModel for a model of which it shows at once that it cannot be served."""
+    if not isinstance(model, PreTrainedModel):
+        raise UnsupportedModel(
+            f"model: expected a transformers PreTrainedModel, got {type(model).__name__}; of a PEFT "
+            f"model pass get_base_model(), whose adapters are in it"
+        )
+    name = type(model).__name__
+    if model.config.is_encoder_decoder:
+        raise UnsupportedModel(
+            f"{name}: expected a decoder, got an encoder-decoder; use model.generate with "
+            f"EncoderDecoderCache(PagedKVCache(...), DynamicCache())"
+        )
+    if model.config.get_text_config() is not model.config:
+        raise UnsupportedModel(
+            f"{name}: expected a model of text alone, got one of text and more; pass its language "
+            f"model, or use model.generate with a PagedKVCache"
+        )
+    if "position_ids" not in inspect.signature(model.forward).parameters:
+        raise UnsupportedModel(
+            f"{name}: expected a model whose forward takes position_ids, got one that works them "
+            f"out by itself; use model.generate with a PagedKVCache"
+        )
+    if model.get_output_embeddings() is None:
+        raise UnsupportedModel(
+            f"{name}: expected a model that gives logits, got one without a language model head; "
+            f"load it with AutoModelForCausalLM"
+        )
+    for part in model.modules():
+        rope = getattr(part, "rope_type", None)  # or one for each type of layer
+        moving = MOVING_ROPE.intersection(rope.values() if isinstance(rope, dict) else [rope])
+        if moving:
+            raise UnsupportedModel(
+                f"{name}: expected rotary embeddings that stay, got {min(moving)} ones, which "
+                f"change with the longest sequence of a batch; use model.generate"
+            )
+
+
+def longest_sequence(model: PreTrainedModel, pool_tokens: int) -> int:
+    """Tokens that a sequence may have K/V of: what positions, and the pool's pages, suffice for."""
+    positions = getattr(model.config, "max_position_embeddings", None)
+    bounds = [pool_tokens, MAX_TOKENS, positions, learned_positions(model)]
+    return min(bound for bound in bounds if bound)

@@ -1,0 +1,59 @@
+"""SwapSpace: pinned host memory for the pages of preempted sequences."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from pageforge.memory import PageTable
+from pageforge.pool import PagePool
+
+
+@dataclass(frozen=True)
+class Swapped:
+    """The pages of one sequence on the host: `[pages, page elements]` for each layer group."""
+
+    contents: list[Tensor]
+    num_tokens: int
+
+    @property
+    def num_bytes(self) -> int:
+        """Host memory that it takes."""
+        return sum(content.nbytes for content in self.contents)
+
+
+class SwapSpace:
+    """Keeps at most `max_bytes` of pages on the host."""
+
+    def __init__(self, pool: PagePool, max_bytes: int):
+        self._pool = pool
+        self.max_bytes = max_bytes
+        self.num_bytes = 0
+        """Taken now."""
+
+    def put(self, table: PageTable, num_tokens: int) -> Swapped | None:
+        """Copy the pages of the first `num_tokens` tokens out, on the current stream.
+
+        None, and nothing happens, where there is no room. The table keeps its pages; they may be
+        released at once, for who writes to them next comes later on the stream.
+        """
+        if self.num_bytes + self._pool.num_bytes(table, num_tokens) > self.max_bytes:
+            return None
+        swapped = Swapped(self._pool.save(table, num_tokens), num_tokens)
+        self.num_bytes += swapped.num_bytes
+        return swapped
+
+    def take(self, swapped: Swapped) -> PageTable:
+        """A page table over the pages, back in the pool; `swapped` must live until that is done.
+
+        Raises OutOfPages.
+        """
+        rows = [[range(len(content)) for content in swapped.contents]]
+        (table,) = self._pool.restore(swapped.contents, rows, [0], swapped.num_tokens)
+        self.drop(swapped)
+        return table
+
+    def drop(self, swapped: Swapped) -> None:
+        """Its room is free again."""
+        self.num_bytes -= swapped.num_bytes
