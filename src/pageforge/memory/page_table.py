@@ -127,9 +127,11 @@ class PageTable:
 
     def entries(self, low: int, high: int, group: int = 0) -> list[int]:
         """The page ids of logical pages `low` to `high - 1`; 0 where absent."""
-        first = self._first[group]
+        first, pages = self._first[group], self._pages[group]
+        if first <= low and high - first <= len(pages):  # most rows of a batch
+            return pages[low - first : high - first]
         absent = max(0, min(first, high) - low)
-        present = self._pages[group][max(0, low - first) : max(0, high - first)]
+        present = pages[max(0, low - first) : max(0, high - first)]
         return [0] * absent + present + [0] * (high - low - absent - len(present))
 
     def needed(self, num_tokens: int) -> list[int]:
