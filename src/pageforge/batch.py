@@ -94,6 +94,8 @@ class SequenceBatch:
         num_pages = len(self.tables) * num_filled // size
         if num_pages * size > self._ahead.length:
             self.pool.claim_ahead(self._ahead, num_pages)
+            for mirror in self._mirrors:  # streams are ordered now, and not when the step begins
+                self.pool.use_stream(mirror.device)
 
     def drop_ahead(self) -> None:
         """Give back what `claim_ahead` claimed."""

@@ -182,7 +182,7 @@ class FastDecode:
     # --- forwards ---------------------------------------------------------------------------
 
     def _step_or_forward(self, *args: Any, **kwargs: Any) -> Any:
-        given = dict(zip(self._parameters, args, strict=False)) | kwargs
+        given = dict(zip(self._parameters, args, strict=False)) | kwargs if args else kwargs
         with self._lock:
             begun = self._begin(given)
             found = self._call(given)
@@ -209,13 +209,14 @@ class FastDecode:
 
         Whether it is, and whether the model is still what it was, is seen while the device works.
         """
-        if self._latest is None:
+        latest, self._latest = self._latest, None  # until it has shown to be right
+        if latest is None:
             return None
-        find_cache, step = self._latest
-        self._latest = None  # until it has shown to be right
+        find_cache, step = latest
         cache = find_cache()
-        is_same = given.get(self._cache_name) is cache
-        if cache is None or not is_same:
+        if cache is None or (
+            given.get(self._cache_name) is not cache and given.get("past_key_values") is not cache
+        ):
             return None
         batch = cache._state.ready_batch
         tokens, positions = given.get("input_ids"), given.get("position_ids")
@@ -228,7 +229,7 @@ class FastDecode:
             or self._stream.cuda_stream != stream_handle(tokens.device)
         ):
             return None
-        cache.pool.use_stream(tokens.device)
+        batch.pool.use_stream(tokens.device)
         return step if step.begin(batch, tokens, positions) else None
 
     def _call(self, kwargs: dict[str, Any]) -> Call | str | None:
