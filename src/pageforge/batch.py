@@ -84,14 +84,14 @@ class SequenceBatch:
             self._room = high * size, self.pool.num_shares
 
     def claim_ahead(self) -> None:
-        """Claim some of the pages that rows need next; called at every token, all by that time.
+        """Claim some of the pages that rows need next: called at each token, all of them in time.
 
-        To map memory takes the host a while. So it comes a little at each of a page's tokens, and
-        not for all rows at once when their pages are full. Does nothing where pages are short.
+        To map memory takes the host a while. So it comes a little at each of a page's tokens (but
+        the first, when rows take what was claimed), and not for all rows at once when their pages
+        are full. Does nothing where pages are short.
         """
         size = self.pool.geometry.page_size
-        num_filled = (self.length - 1) % size + 1  # tokens in each row's last page
-        num_pages = len(self.tables) * num_filled // size
+        num_pages = len(self.tables) * ((self.length - 1) % size) // (size - 1)
         if num_pages * size > self._ahead.length:
             self.pool.claim_ahead(self._ahead, num_pages)
             for mirror in self._mirrors:  # streams are ordered now, and not when the step begins

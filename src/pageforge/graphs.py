@@ -25,7 +25,8 @@ WARM_UPS = 2
 """Runs before a capture: libraries choose their kernels, Triton compiles its own."""
 
 ALIGNMENT = 4
-"""Counters of one kind begin at multiples of so many int32: 16 bytes, which kernels load at once."""
+"""Counters of one kind begin at multiples of so many int32: 16 bytes, the most that is loaded at a
+time."""
 
 
 def bucket(num_rows: int) -> int:

@@ -255,6 +255,7 @@ class CacheState:
         if self.batch is None:
             return
         self._change()
+        self.batch.drop_ahead()
         self.batch.crop(length)
         if self.has_windows:
             self.batch.slide()

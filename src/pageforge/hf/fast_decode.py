@@ -65,7 +65,7 @@ def fast_decode(
     run in a replay: with such there are none, unless `allow_hooks` says that they matter to longer
     forwards alone.
 
-    While the context lives a cache may hold one page a row ahead. A capture frees cuBLAS'
+    While the context lives a cache may hold a page a row ahead. A capture frees cuBLAS'
     workspaces, as torch.compile's CUDA graphs do: graphs that you captured by hand, and that use
     one from before, are to be captured anew. The model is left as it was found. On the CPU nothing
     is done, and a warning says so.
@@ -214,9 +214,8 @@ class FastDecode:
             return None
         find_cache, step = latest
         cache = find_cache()
-        if cache is None or (
-            given.get(self._cache_name) is not cache and given.get("past_key_values") is not cache
-        ):
+        is_same = given.get(self._cache_name) is cache or given.get("past_key_values") is cache
+        if cache is None or not is_same:
             return None
         batch = cache._state.ready_batch
         tokens, positions = given.get("input_ids"), given.get("position_ids")
