@@ -222,7 +222,7 @@ class FastDecode:
         if (
             batch is None
             or not isinstance(tokens, Tensor)
-            or not isinstance(positions, Tensor | None)
+            or not (positions is None or isinstance(positions, Tensor))
             or tokens.get_device() != torch.cuda.current_device()
             or self._stream is None
             or self._stream.cuda_stream != stream_handle(tokens.device)
