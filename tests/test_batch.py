@@ -53,7 +53,7 @@ def check(batch: SequenceBatch) -> None:
 
 
 def check_pool(pool: PagePool, *batches: SequenceBatch) -> None:
-    pool.check_invariants([table for batch in batches for table in batch.tables])
+    pool.check_invariants([t for batch in batches for t in (*batch.tables, batch._ahead)])
 
 
 # --- one at a time --------------------------------------------------------------------------
@@ -270,6 +270,76 @@ def test_restored_pages(pool: PagePool) -> None:
     check(restored)
 
 
+# --- pages ahead ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("rows", [1, 3, SIZE, 20])
+def test_pages_are_claimed_a_little_at_each_token(rows: int, pool: PagePool) -> None:
+    """When pages are full, the next ones are there; never more than one a row and group."""
+    batch = SequenceBatch(pool, [0] * rows)
+    batch.append(SIZE - 3)
+    batch.claim_ahead()
+    for _ in range(3 * SIZE):
+        used, held = pool.stats().pages_used, sum(table.num_pages for table in batch.tables)
+        batch.append(1)
+        if batch.length % SIZE == 1:
+            assert used == held + 2 * rows, "not all pages were claimed ahead"
+            assert pool.stats().pages_used == used
+        used = pool.stats().pages_used
+        batch.claim_ahead()
+        assert pool.stats().pages_used - used <= 2 * (rows // (SIZE - 1) + 1)
+        check(batch)
+        check_pool(pool, batch)
+        if batch.length % SIZE == 0:
+            assert batch._ahead.num_pages == 2 * rows
+            assert batch._ahead.length == SIZE * rows, "no more than a page a row"
+    batch.drop_ahead()
+    assert pool.stats().pages_used == sum(table.num_pages for table in batch.tables)
+
+
+def test_pages_ahead_are_no_rows_own(pool: PagePool) -> None:
+    batch = SequenceBatch(pool, [0, 0])
+    batch.append(SIZE)
+    batch.claim_ahead()
+    child = batch.fork()
+    assert pool.stats().pages_used == 2 * (2 + 2)
+    child.append(1)  # pages of its own
+    check_pool(pool, batch, child)
+    batch.append(1)
+    tables = [table.pages(0) for table in (*batch.tables, *child.tables)]
+    assert len({pages[1] for pages in tables}) == 4
+    batch.claim_ahead()
+    batch.append(2 * SIZE)  # more than is ahead
+    check(batch)
+    check_pool(pool, batch, child)
+
+
+@pytest.mark.parametrize("end", [SequenceBatch.release, SequenceBatch.abandon])
+def test_pages_ahead_go_with_the_batch(end: Callable[[SequenceBatch], None]) -> None:
+    with make_pool() as pool:
+        batch = SequenceBatch(pool, [0, 0])
+        batch.append(SIZE)
+        batch.claim_ahead()
+        assert pool.stats().pages_used == 2 * (2 + 2)
+        end(batch)
+        assert pool.stats().pages_used == 0
+
+
+def test_pages_ahead_serve_their_rows_where_no_others_are_left() -> None:
+    with make_pool(max_pages=4) as pool:
+        batch = SequenceBatch(pool, [0, 0])
+        batch.append(SIZE)
+        batch.claim_ahead()
+        assert pool.stats().pages_free == 0
+        batch.append(SIZE)
+        batch.claim_ahead()
+        with pytest.raises(OutOfPages):
+            batch.append(1)
+        assert batch.length == 2 * SIZE
+        check(batch)
+        check_pool(pool, batch)
+
+
 # --- all of it in any order -----------------------------------------------------------------
 
 
@@ -298,6 +368,14 @@ class Batches(RuleBasedStateMachine):
         except OutOfPages as error:
             assert error.needed > error.available
         assert {table.length for table in batch.tables} == {length}
+
+    @rule(index=st.integers(0, 3))
+    def claim_ahead(self, index: int) -> None:
+        self.pick(index).claim_ahead()
+
+    @rule(index=st.integers(0, 3))
+    def drop_ahead(self, index: int) -> None:
+        self.pick(index).drop_ahead()
 
     @rule(index=st.integers(0, 3))
     def slide(self, index: int) -> None:

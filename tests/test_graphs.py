@@ -47,6 +47,27 @@ def test_load_and_begin() -> None:
     assert not inputs.page_tables[0][:, 2:].any()
 
 
+@pytest.mark.parametrize("rows", [1, 2, 3, 5, 8])
+def test_lengths_and_positions_are_counted(rows: int) -> None:
+    """One kernel counts both; each lies where kernels can load 16 bytes at once."""
+    batch = make(rows, 9)
+    inputs = StepInputs(batch.pool, rows + 1, 64, None)
+    inputs.load(batch, 3, None)
+    for step in range(5):
+        inputs.begin()
+        assert inputs.seq_lens.tolist() == [4 + step] * rows + [0]
+        assert inputs.positions.tolist() == [[3 + step]] * rows + [[0]]
+    assert inputs.seq_lens.dtype == torch.int32
+    assert inputs.positions.dtype == torch.int64
+    assert inputs.positions.data_ptr() % 16 == inputs.seq_lens.data_ptr() % 16 == 0
+    given = StepInputs(batch.pool, rows + 1, 64, (3,))
+    given.load(batch, 3, None)
+    given.positions.fill_(7)
+    given.begin()
+    assert given.positions.unique().tolist() == [7]
+    assert given.seq_lens.tolist() == [4] * rows + [0]
+
+
 def test_nothing_of_a_longer_batch_stays_behind() -> None:
     long, short = make(4, 60), make(2, 5)
     inputs = StepInputs(long.pool, 4, 64, ())

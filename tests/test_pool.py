@@ -24,6 +24,7 @@ from tests.store.pool_model import STEPS, PoolModel, Step, random_steps, two_gro
 
 import pageforge.pool
 from pageforge import KVGeometry, LayerShape, PagePool, PageTable, ops
+from pageforge.batch import SequenceBatch
 from pageforge.errors import (
     GeometryError,
     OutOfPages,
@@ -409,6 +410,50 @@ def test_memory_follows_the_pages(driver: FakeDriver) -> None:
     assert driver.touched_unmapped() == []
     pool.close()
     driver.assert_nothing_left()
+
+
+def test_memory_is_mapped_a_little_at_each_token(driver: FakeDriver) -> None:
+    """16 rows whose pages of 1,024 bytes fill at the same token: 4 granules a page's tokens."""
+    pool = PagePool(one_group(), max_pages=1000)
+    batch = SequenceBatch(pool, [0] * 16)
+    batch.append(8)
+    batch.claim_ahead()
+    for _ in range(100):
+        pieces = driver.calls["cuMemMap"]
+        batch.append(1)
+        assert driver.calls["cuMemMap"] == pieces, "a token waits for memory"
+        batch.claim_ahead()
+        assert driver.calls["cuMemMap"] <= pieces + 1
+        stats = pool.stats()
+        assert stats.bytes_mapped <= stats.bytes_in_use + 2 * G
+    assert driver.calls["cuMemMap"] > 50
+
+
+@pytest.mark.parametrize("short", ["ids", "budget", "device", "cached"])
+def test_pages_ahead_are_claimed_where_that_is_easy_alone(short: str, driver: FakeDriver) -> None:
+    """Nothing is evicted, given back or waited for, and what is there stays as it is."""
+    most = {"ids": {"max_pages": 24}, "device": {"max_memory": 1 << 20}}
+    pool = PagePool(two_groups(), **most.get(short, {"max_memory": 21 * (SMALL + LARGE)}))
+    (table,) = grow(pool, 8 * 15)
+    if short == "cached":
+        publish(pool, table)
+        pool.release([table])
+        table = pool.new_table()
+    if short == "device":
+        driver.capacity = driver.physical
+    ahead = pool.new_table()
+    before, mapped = numbers(pool.stats()), dict(driver.mappings)
+    pool.claim_ahead(ahead, 10)
+    assert ahead.num_pages == 0
+    assert numbers(pool.stats()) == before
+    assert driver.mappings == mapped
+    pool.check_invariants()
+    driver.capacity = 1 << 40
+    pool.claim_ahead(ahead, 3)
+    assert ahead.num_pages == 2 * 3
+    pool.append([table], 8 * 5, ahead=ahead)
+    assert ahead.num_pages == 0
+    pool.check_invariants([table])
 
 
 def test_the_watermark_avoids_thrashing(driver: FakeDriver) -> None:

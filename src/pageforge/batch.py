@@ -30,6 +30,7 @@ class SequenceBatch:
     def __init__(self, pool: PagePool, starts: Sequence[int]):
         self.pool = pool
         self.tables = [pool.new_table(start) for start in starts]
+        self._ahead = pool.new_table()  # holds pages, no tokens: those that rows will claim next
         self._mirrors = [
             _PageTableMirror(len(self.tables), torch.device(group.shape.device))
             for group in pool.geometry.groups
@@ -73,7 +74,7 @@ class SequenceBatch:
         length, behind_from = self.length, self._behind_from
         # Should anything fail from here on, the mirrors are brought up to date when next read.
         self._behind_from = min(behind_from, length // size)
-        copies = self.pool.append(self.tables, num_tokens)
+        copies = self.pool.append(self.tables, num_tokens, ahead=self._ahead)
         # The last page is another one only after copy-on-write, or after a crop into the padding.
         in_padding = any(length <= table.start for table in self.tables)
         low = length // size if copies or in_padding else pages_for(length, size)
@@ -81,6 +82,25 @@ class SequenceBatch:
         self._update_mirrors(min(low, behind_from), high)
         if num_tokens and not in_padding:
             self._room = high * size, self.pool.num_shares
+
+    def claim_ahead(self) -> None:
+        """Claim some of the pages that rows need next: called at each token, all of them in time.
+
+        To map memory takes the host a while. So it comes a little at each of a page's tokens (but
+        the first, when rows take what was claimed), and not for all rows at once when their pages
+        are full. Does nothing where pages are short.
+        """
+        size = self.pool.geometry.page_size
+        num_pages = len(self.tables) * ((self.length - 1) % size) // (size - 1)
+        if num_pages * size > self._ahead.length:
+            self.pool.claim_ahead(self._ahead, num_pages)
+            for mirror in self._mirrors:  # streams are ordered now, and not when the step begins
+                self.pool.use_stream(mirror.device)
+
+    def drop_ahead(self) -> None:
+        """Give back what `claim_ahead` claimed."""
+        if self._ahead.length:
+            self.pool.crop([self._ahead], 0)
 
     def _has_room(self, num_tokens: int) -> bool:
         until, num_shares = self._room
@@ -138,14 +158,15 @@ class SequenceBatch:
 
     def release(self) -> None:
         """Give all pages back; the rows are gone."""
-        self.pool.release(self.tables)
-        self.tables = []
+        self.pool.release([*self.tables, self._ahead])
+        self.tables, self._ahead = [], self.pool.new_table()
         self._room = (0, 0)
-        self.forget_steps()
-
-    def forget_steps(self) -> None:
-        """Let go of what was worked out for steps: it holds device memory, and this batch."""
         self._steps.clear()
+
+    def abandon(self) -> None:
+        """`release` for a finalizer: never blocks."""
+        self.pool.abandon([*self.tables, self._ahead])
+        self._steps.clear()  # they hold device memory, and this batch
 
     # --- what ops need ----------------------------------------------------------------------
 

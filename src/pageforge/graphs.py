@@ -24,6 +24,10 @@ from pageforge.pool import PagePool
 WARM_UPS = 2
 """Runs before a capture: libraries choose their kernels, Triton compiles its own."""
 
+ALIGNMENT = 4
+"""Counters of one kind begin at multiples of so many int32: 16 bytes, the most that is loaded at a
+time."""
+
 
 def bucket(num_rows: int) -> int:
     """How many rows to capture for `num_rows`: at most a quarter more, so that few graphs do."""
@@ -50,16 +54,23 @@ class StepInputs:
         width = pages_for(max_tokens, pool.geometry.page_size)
         with torch.inference_mode(False):  # else they could only be written to in that mode
             self.tokens = torch.zeros(rows, 1, dtype=torch.int64, device=self.device)
-            self.positions = self.tokens.new_zeros(*(positions or ()), rows, 1)
-            self.seq_lens = torch.zeros(rows, dtype=torch.int32, device=self.device)
-            self.starts = torch.zeros_like(self.seq_lens)
-            self._more = torch.zeros_like(self.seq_lens)  # tokens that a step adds to each row
+            # What a step counts lies side by side, so that one kernel does it: lengths, and
+            # positions as two int32 each, the lower of which never overflows.
+            first = ceil_div(rows, ALIGNMENT) * ALIGNMENT
+            self._counters = torch.zeros(first + 2 * rows, dtype=torch.int32, device=self.device)
+            self._more = torch.zeros_like(self._counters)  # what a step adds to each
+            self.seq_lens = self._counters[:rows]
+            counted = self._counters[first:].view(torch.int64)[:, None]
+            self.positions = (
+                counted if positions is None else self.tokens.new_zeros(*positions, rows, 1)
+            )
+            self.starts = torch.zeros(rows, dtype=torch.int32, device=self.device)
             self.cu_query_lens = torch.arange(rows + 1, dtype=torch.int32, device=self.device)
             self.page_tables = [
                 torch.zeros(rows, width, dtype=torch.int32, device=self.device)
                 for _ in pool.geometry.groups
             ]
-        self._tensors = [self.tokens, self.positions, self.seq_lens, self.starts, self._more]
+        self._tensors = [self.tokens, self.positions, self._counters, self.starts, self._more]
         self._tensors += [self.cu_query_lens, *self.page_tables]
         self._pages = [pool.pages(group) for group in range(len(pool.geometry.groups))]
         self._views: dict[int, tuple[int, _Place, _Place]] = {}
@@ -79,18 +90,20 @@ class StepInputs:
         return pages.as_strided(*key_place), pages.as_strided(*value_place)
 
     def load(self, batch: SequenceBatch, length: int, starts: Sequence[int] | None) -> None:
-        """Take rows that hold `length` tokens before the next step, `starts` of them padding."""
+        """Take rows that hold `length` tokens (one or more) before the next step.
+
+        `starts`: how many of them are padding.
+        """
         rows = len(batch)
-        for tensor in (self.seq_lens, self._more, self.starts):
+        for tensor in (self._counters, self._more, self.starts, self.tokens, self.positions):
             tensor.zero_()
         self.seq_lens[:rows] = length
         self._more[:rows] = 1
         if starts is not None:
             self.starts[:rows] = torch.tensor(starts, dtype=torch.int32)
-        self.tokens.zero_()
-        self.positions.zero_()
         if self.counts_positions:
             self.positions[:rows] = length - 1
+            self._more[-2 * self.rows :].view(torch.int64)[:rows] = 1
         for table in self.page_tables:
             table.zero_()
         self.follow(batch)
@@ -109,9 +122,7 @@ class StepInputs:
     def begin(self) -> None:
         """The captured step begins: every row has one token more."""
         self._plans.clear()
-        self.seq_lens += self._more
-        if self.counts_positions:
-            self.positions += self._more[:, None]
+        self._counters += self._more
 
     def plan(self, group: int, window: int | None) -> DecodePlan | None:
         """How the step is cut into pieces: once for all layers of a group with this window."""

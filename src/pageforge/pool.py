@@ -254,18 +254,45 @@ class PagePool:
             start=start,
         )
 
-    def append(self, tables: Sequence[PageTable], num_tokens: int) -> list[PageCopy]:
+    def append(
+        self, tables: Sequence[PageTable], num_tokens: int, *, ahead: PageTable | None = None
+    ) -> list[PageCopy]:
         """Room for `num_tokens` more tokens in each table: plan, reserve, commit, all or nothing.
 
         Pages to be written that other sequences share are copied first; returns these copies.
+        Where pages are needed, those that `ahead` holds are given back first, for these to take.
         Raises OutOfPages.
         """
         with self._exclusive():
             needed = pages_needed(tables, num_tokens)
+            if ahead is not None and any(needed):
+                ahead.crop(0)
             self._reserve(needed)
             copies = append_all(tables, num_tokens, needed)
             self._copy(copies)
             return copies
+
+    def claim_ahead(self, ahead: PageTable, num_pages: int) -> None:
+        """Have `ahead` hold `num_pages` pages in each group, if they are to be had at once.
+
+        Nothing is evicted or waited for to that end, and nobody else's memory taken: where pages
+        are short, nothing is done, and whoever needs them in earnest finds out.
+        """
+        with self._exclusive():
+            num_tokens = num_pages * self.geometry.page_size - ahead.length
+            needed = pages_needed([ahead], num_tokens)
+            scarce = any(
+                count > group.allocator.num_free
+                for count, group in zip(needed, self._groups, strict=True)
+            )
+            if scarce or self._bytes_open(needed) > self._budget:
+                return
+            try:
+                supplies = self._supply(needed, [0] * len(needed))
+            except DeviceMemoryError:
+                return
+            self._prepare(supplies)
+            append_all([ahead], num_tokens, needed)
 
     @property
     def num_shares(self) -> int:
@@ -696,20 +723,31 @@ class PagePool:
         evictions = self._plan_evictions(used + cached + wanted - self._budget)
         # Free pages of open chunks serve their own group; what is opened beyond them may have to
         # take the place of another group's. (One group alone has no more ids than budget.)
-        opened = used + cached
-        for num_pages, group in zip(needed, self._groups, strict=True):
-            opened += max(num_pages, group.allocator.num_open_free) * group.bytes_per_page
-        if opened > self._budget:
+        if self._bytes_open(needed) > self._budget:
             self._shrink(keep=0, spare=needed)
         try:
             supplies = self._supply(needed, evictions)
         except DeviceMemoryError:
             self._release_idle_memory(needed)
             supplies = self._supply(needed, evictions, last=True)
-        for group, supply in zip(self._groups, supplies, strict=True):
-            group.allocator.prepare(supply)
+        self._prepare(supplies)
         if any(evictions):
             self._shrink(spare=needed)  # what one group gave up for another
+
+    def _bytes_open(self, needed: Sequence[int]) -> int:
+        """Bytes of all pages with memory behind them, once each group has `needed` free ones."""
+        pages = [
+            group.allocator.num_used
+            + group.allocator.num_cached
+            + max(count, group.allocator.num_open_free)
+            for count, group in zip(needed, self._groups, strict=True)
+        ]
+        return sum(n * group.bytes_per_page for n, group in zip(pages, self._groups, strict=True))
+
+    def _prepare(self, supplies: Sequence[Supply]) -> None:
+        """Open what `_supply` has mapped, and evict what it counted on."""
+        for group, supply in zip(self._groups, supplies, strict=True):
+            group.allocator.prepare(supply)
 
     def _available(self, needed: Sequence[int], room: int) -> int:
         """How many of `needed` pages could be had with `room` bytes."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import threading
 from collections.abc import Iterator
+from itertools import pairwise
 
 import pytest
 import torch
@@ -37,6 +38,7 @@ SIZES = {
     "max_position_embeddings": 512,
     "tie_word_embeddings": False,
 }
+GRANULE = 2 << 20
 GREEDY = {"do_sample": False, "max_new_tokens": 40, "min_new_tokens": 40}
 
 
@@ -131,6 +133,32 @@ def test_logits_of_each_step(model: PreTrainedModel) -> None:
         or model.config.model_type == "gemma2"
     )
     paged.free()
+    assert pool.stats().pages_used == 0
+
+
+@torch.no_grad()
+def test_memory_comes_a_little_at_each_token() -> None:
+    """Rows whose pages fill at the same token: pieces of 2 MiB, never all of them at once."""
+    model, name = _make("llama"), cache_argument(_make("llama"))
+    pool = PagePool.for_model(model, page_size=256, max_pages=4096)
+    rows = 32 * GRANULE // pool.stats().groups[0].bytes_per_page  # a page each: 32 granules
+    cache, token = PagedKVCache(pool), prompt(rows, 1)["input_ids"]
+    with pageforge.fast_decode(model) as decode:
+        model(prompt(rows, 200)["input_ids"], **{name: cache})
+        mapped = [pool.stats().bytes_mapped]
+        for _ in range(120):
+            model(token, **{name: cache})
+            stats = pool.stats()
+            assert stats.bytes_mapped <= stats.bytes_in_use * 33 / 32 + 2 * GRANULE
+            mapped.append(stats.bytes_mapped)
+        assert decode.num_replays == 119
+        # What comes in a step, but for the first, which claims the share of all tokens before.
+        steps = [now - before for before, now in pairwise(mapped[1:])]
+        assert max(steps) <= 2 * GRANULE
+        assert sum(steps) > 4 * GRANULE
+    torch.cuda.synchronize()
+    assert pool.stats().pages_used == 2 * rows
+    cache.free()
     assert pool.stats().pages_used == 0
 
 

@@ -984,6 +984,74 @@ def test_no_page_stays_ahead(llama: PreTrainedModel, tmp_path: Path) -> None:
 
 
 @torch.no_grad()
+@pytest.mark.parametrize("tokens", range(1, 8))
+def test_no_page_stays_ahead_wherever_a_page_ends(
+    tokens: int, llama: PreTrainedModel, tmp_path: Path
+) -> None:
+    """Pages are claimed at all tokens of a page: as many as the rows will need, and no more."""
+    pool, name = PagePool.for_model(llama, page_size=8, max_pages=64), cache_argument(llama)
+    ids = prompt(5, 9)["input_ids"]
+
+    def ahead() -> PagedKVCache:
+        cache, others = PagedKVCache(pool), pool.stats().pages_used
+        for columns in (ids, *ids[:, :tokens].split(1, dim=1)):
+            llama(columns, **{name: cache})
+        used = pool.stats().pages_used - others
+        assert used == 5 * 2 + 5 * min(tokens + 1, 7) // 7
+        return cache
+
+    def eager(cache: PagedKVCache) -> None:
+        llama(ids[:, :3], **{name: cache})
+        cache.crop(-3)
+
+    with fast(llama)._installed():
+        for look in (
+            lambda cache: cache.page_tables,
+            lambda cache: cache.save(tmp_path / "pages.safetensors"),
+            lambda cache: cache.fork()[0].free(),
+            lambda cache: cache.crop(0),
+            eager,
+        ):
+            cache = ahead()
+            look(cache)
+            assert pool.stats().pages_used == 5 * 2
+            pool.check_invariants(cache.page_tables)
+            cache.free()
+            assert pool.stats().pages_used == 0
+        cache = ahead()
+        cache.reorder_cache(torch.tensor([4, 3, 2, 1, 0]))  # as beams do at each token
+        llama(ids[:, :1], **{name: cache})
+        left = ahead()
+        llama(ids[:, :3], **{name: left})  # its last step is an eager one
+    pool.check_invariants([*cache.page_tables, *left.page_tables])
+    del cache, left
+    gc.collect()
+    assert pool.stats().pages_used == 0
+
+
+@torch.no_grad()
+@pytest.mark.filterwarnings("ignore::FutureWarning")
+def test_a_step_begins_early_by_either_name_of_its_cache(
+    llama: PreTrainedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """transformers takes `past_key_values` from all models, also where that is not its name."""
+    begun = []
+    begin = decode_step.DecodeStep.begin
+    monkeypatch.setattr(
+        decode_step.DecodeStep, "begin", lambda *args: begun.append(begin(*args)) or begun[-1]
+    )
+    token, decode = prompt(2, 1)["input_ids"], fast(llama)
+    with decode._installed():
+        for name in ("past_key_values", cache_argument(llama)):
+            cache = PagedKVCache(PagePool.for_model(llama, max_pages=64))
+            llama(prompt(2, 9)["input_ids"], **{name: cache})
+            for _ in range(5):
+                llama(token, **{name: cache})
+            assert begun == [True] * 4
+            begun.clear()
+
+
+@torch.no_grad()
 def test_page_tables_after_an_append_that_failed_half_way(
     llama: PreTrainedModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:

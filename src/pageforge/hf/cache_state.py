@@ -94,7 +94,7 @@ class CacheState:
         start = self.length_of(layer)
         stop = start + key.shape[2]
         if stop != self.batch.length:
-            self.settle()
+            self._cancel_step()
             self._grow(layer, stop)
         self._is_ahead = False
         return self.batch.step(group, start, stop)
@@ -170,16 +170,17 @@ class CacheState:
         self.begin_forward()
 
     def reach_ahead(self) -> None:
-        """Claim the pages of the token after the next one, while the device is busy."""
+        """Make room for the token after the next one, while the device is busy."""
         with contextlib.suppress(OutOfPages):  # then the next step finds out
             self.begin_step()
+            assert self.batch is not None
+            self.batch.claim_ahead()
 
     def settle(self) -> None:
-        """Give back the room of a step that has not come, or that failed."""
-        if self._is_ahead:
-            self._is_ahead = False
-            assert self.batch is not None
-            self.batch.crop(self.batch.length - 1)
+        """Give back all room for tokens that have not come."""
+        self._cancel_step()
+        if self.batch is not None:
+            self.batch.drop_ahead()
 
     # --- all rows at once -------------------------------------------------------------------
 
@@ -254,6 +255,7 @@ class CacheState:
         if self.batch is None:
             return
         self._change()
+        self.batch.drop_ahead()
         self.batch.crop(length)
         if self.has_windows:
             self.batch.slide()
@@ -274,9 +276,8 @@ class CacheState:
 
     def abandon(self) -> None:
         """`free` for a finalizer: never blocks."""
-        if self.pool is not None and self.batch is not None:
-            self.pool.abandon(self.batch.tables)
-            self.batch.forget_steps()
+        if self.batch is not None:
+            self.batch.abandon()
 
     def fork(self) -> CacheState:
         """A second state over the same pages."""
@@ -311,10 +312,17 @@ class CacheState:
 
     # --- inside -----------------------------------------------------------------------------
 
+    def _cancel_step(self) -> None:
+        """Give back the room of a step that has not come, or that failed."""
+        if self._is_ahead:
+            self._is_ahead = False
+            assert self.batch is not None
+            self.batch.crop(self.batch.length - 1)
+
     def _change(self) -> None:
         """Tokens are about to be removed or moved: what was read of them so far is not theirs."""
         self.write_pending()
-        self.settle()
+        self._cancel_step()
         self.begin_forward()
         self.version += 1
 

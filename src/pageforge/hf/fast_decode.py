@@ -66,7 +66,7 @@ def fast_decode(
     run in a replay: with such there are none, unless `allow_hooks` says that they matter to longer
     forwards alone.
 
-    While the context lives a cache may hold one page a row ahead. A capture frees cuBLAS'
+    While the context lives a cache may hold a page a row ahead. A capture frees cuBLAS'
     workspaces, as torch.compile's CUDA graphs do: graphs that you captured by hand, and that use
     one from before, are to be captured anew. The model is left as it was found. On the CPU nothing
     is done, and a warning says so.
@@ -180,7 +180,7 @@ class FastDecode:
     # --- forwards ---------------------------------------------------------------------------
 
     def _step_or_forward(self, *args: Any, **kwargs: Any) -> Any:
-        given = dict(zip(self._parameters, args, strict=False)) | kwargs
+        given = dict(zip(self._parameters, args, strict=False)) | kwargs if args else kwargs
         with self._lock:
             begun = self._begin(given)
             found = self._call(given)
@@ -207,12 +207,12 @@ class FastDecode:
 
         Whether it is, and whether the model is still what it was, is seen while the device works.
         """
-        if self._latest is None:
+        latest, self._latest = self._latest, None  # until it has shown to be right
+        if latest is None:
             return None
-        find_cache, step = self._latest
-        self._latest = None  # until it has shown to be right
+        find_cache, step = latest
         cache = find_cache()
-        is_same = given.get(self._cache_name) is cache
+        is_same = given.get(self._cache_name) is cache or given.get("past_key_values") is cache
         if cache is None or not is_same:
             return None
         batch = cache._state.ready_batch
@@ -220,13 +220,13 @@ class FastDecode:
         if (
             batch is None
             or not isinstance(tokens, Tensor)
-            or not isinstance(positions, Tensor | None)
+            or not (positions is None or isinstance(positions, Tensor))
             or tokens.get_device() != torch.cuda.current_device()
             or self._stream is None
             or self._stream.cuda_stream != stream_handle(tokens.device)
         ):
             return None
-        cache.pool.use_stream(tokens.device)
+        batch.pool.use_stream(tokens.device)
         return step if step.begin(batch, tokens, positions) else None
 
     def _call(self, kwargs: dict[str, Any]) -> Call | str | None:

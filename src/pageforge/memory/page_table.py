@@ -127,9 +127,11 @@ class PageTable:
 
     def entries(self, low: int, high: int, group: int = 0) -> list[int]:
         """The page ids of logical pages `low` to `high - 1`; 0 where absent."""
-        first = self._first[group]
+        first, pages = self._first[group], self._pages[group]
+        if first <= low and high - first <= len(pages):  # most rows of a batch
+            return pages[low - first : high - first]
         absent = max(0, min(first, high) - low)
-        present = self._pages[group][max(0, low - first) : max(0, high - first)]
+        present = pages[max(0, low - first) : max(0, high - first)]
         return [0] * absent + present + [0] * (high - low - absent - len(present))
 
     def needed(self, num_tokens: int) -> list[int]:
@@ -156,7 +158,7 @@ class PageTable:
         copies = []
         for group, allocator in enumerate(self._allocators):
             pages = self._pages[group]
-            grow = self._missing(group, length)
+            (grow,) = _missing([self], group, num_tokens)
             fresh = allocator.allocate(needed[group])
             if needed[group] > grow:
                 source, target = pages[-1], fresh.pop()
@@ -289,16 +291,6 @@ class PageTable:
                 "page table: it was released; make a new one, or fork before releasing"
             )
 
-    def _missing(self, group: int, length: int) -> int:
-        """Pages that `group` lacks for `length` tokens."""
-        held = self._first[group] + len(self._pages[group])
-        return max(0, pages_for(length, self.page_size) - held)
-
-    def _written_page(self, group: int) -> int:
-        """The partly filled last page, which the next token is written to; 0 if there is none."""
-        pages = self._pages[group]
-        return pages[-1] if pages and self.length % self.page_size else 0
-
 
 def pages_needed(tables: Sequence[PageTable], num_tokens: int) -> list[int]:
     """Fresh pages for each group when every table in `tables` appends `num_tokens` tokens.
@@ -314,11 +306,14 @@ def pages_needed(tables: Sequence[PageTable], num_tokens: int) -> list[int]:
         raise PageError(expected("num_tokens", "at least 0", num_tokens, "use crop to shorten"))
     needed = []
     for group, allocator in enumerate(tables[0]._allocators):
-        total, shared = 0, []
-        for table in tables:
-            total += table._missing(group, table.length + num_tokens)
-            if num_tokens and (page := table._written_page(group)) and allocator.is_shared(page):
-                shared.append(page)
+        total = sum(_missing(tables, group, num_tokens))
+        # The partly filled last pages, which the next tokens are written to.
+        written = [
+            table._pages[group][-1]
+            for table in tables
+            if num_tokens and table.length % table.page_size and table._pages[group]
+        ]
+        shared = [page for page in written if allocator.is_shared(page)]
         for page, times in Counter(shared).items():
             total += _copies(allocator, page, times)
         needed.append(total)
@@ -334,8 +329,7 @@ def append_all(
     is worth while that one allocation serves them all.
     """
     missing = [
-        [table._missing(group, table.length + num_tokens) for table in tables] if count else []
-        for group, count in enumerate(needed)
+        _missing(tables, group, num_tokens) if count else [] for group, count in enumerate(needed)
     ]
     if list(map(sum, missing)) != list(needed):  # some of the pages are copies
         return [copy for table in tables for copy in table.append(num_tokens)]
@@ -348,6 +342,17 @@ def append_all(
     for table in tables:
         table.length += num_tokens
     return []
+
+
+def _missing(tables: Sequence[PageTable], group: int, num_tokens: int) -> list[int]:
+    """Pages that each table lacks in `group` for `num_tokens` more tokens."""
+    size = tables[0].page_size
+    lengths = {table.length for table in tables}  # of a batch's rows mostly one
+    wanted = {length: pages_for(length + num_tokens, size) for length in lengths}
+    return [
+        max(0, wanted[table.length] - table._first[group] - len(table._pages[group]))
+        for table in tables
+    ]
 
 
 def _copies(allocator: PageAllocator, page: int, writers: int) -> int:
