@@ -287,9 +287,13 @@ class StepTensors:
 def to_device(array: npt.NDArray[Any], device: torch.device) -> Tensor:
     """`array` as a tensor; on the CPU it shares the memory.
 
-    The host does not wait: CUDA has taken a copy of such (pageable) memory when the call returns.
+    The host does not wait: the copy is made from pinned memory, which torch keeps until it is done.
+    From pageable memory CUDA may first wait for all that was launched before.
     """
-    return torch.from_numpy(array).to(device, non_blocking=True)
+    tensor = torch.from_numpy(array)
+    if device.type != "cuda":
+        return tensor.to(device)
+    return tensor.pin_memory().to(device, non_blocking=True)
 
 
 class _PageTableMirror:
