@@ -62,6 +62,19 @@ def test_step_after_step(name: str, prepared: list[str]) -> None:
         assert prepared.count("_decode_kernel") == 2 * groups
 
 
+def test_a_plan_that_needs_more_room_alone(prepared: list[str]) -> None:
+    """At 49 tokens a row has a tile more than at 48, and the device's page table is as it was."""
+    ids = tokens(1, 50)
+    with nan_pool(tiny("llama")) as pool:
+        both = Both("llama", pool)
+        for start, stop in ((0, 30), (30, 46)):  # the table's columns are doubled: four, then eight
+            both.forward(ids[:, start:stop])
+        feed(both, ids, None, 46, 48)
+        assert prepared.count("_plan_kernel") == 1
+        feed(both, ids, None, 48, 50)
+        assert prepared.count("_plan_kernel") == 2
+
+
 def test_rows_that_change_between_steps(prepared: list[str]) -> None:
     ids = tokens(3, 16)
     with nan_pool(tiny("llama")) as pool:
