@@ -160,7 +160,7 @@ class _StepLayer(CacheLayerMixin):
             return key_states, value_states
         tokens: Any = StepTokens(self._cache, self._layer, key_states, value_states)
         key, value = (
-            LazyKV(states.shape, states.dtype, states.device, None, tokens, is_value)
+            LazyKV.of(tokens, states, is_value, states.shape, None)
             for states, is_value in ((key_states, False), (value_states, True))
         )
         return key, value
@@ -196,6 +196,11 @@ class StepTokens:
         self.key = key
         self.value = value
         self.key_pages, self.value_pages = cache.inputs.layer(layer)
+
+    @property
+    def dims(self) -> tuple[int, int]:
+        """Of K's and V's heads."""
+        return self.key_pages.shape[3], self.value_pages.shape[3]
 
     def dense(self) -> NoReturn:
         """There is no telling how long they would be."""
