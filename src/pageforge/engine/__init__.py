@@ -1,0 +1,1 @@
+"""Continuous batching: many requests on one pool."""
