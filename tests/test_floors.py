@@ -42,7 +42,14 @@ FLOORS = {
 APART = frozenset({"memory/", "ops/"})
 """On one floor, but neither may know the other."""
 
-POLICY = ("errors.py", "geometry.py", "memory/", "engine/sequence.py", "engine/scheduler.py")
+POLICY = (
+    "errors.py",
+    "geometry.py",
+    "memory/",
+    "engine/params.py",
+    "engine/sequence.py",
+    "engine/scheduler.py",
+)
 """Plain Python and numpy: never torch or transformers, not even through another file."""
 
 TENSOR_LIBRARIES = frozenset({"torch", "transformers"})
