@@ -1,0 +1,1 @@
+"""The engine: many requests at once, batched continuously on one pool."""
