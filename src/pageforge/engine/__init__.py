@@ -1,1 +1,1 @@
-"""Continuous batching: many requests on one pool."""
+"""The engine: many requests at once, batched continuously on one pool."""
