@@ -43,6 +43,9 @@ BUFFERS = 2
 WORTHWHILE = 2
 """Steps of one padded size after which a mixed step is captured: a capture costs three of them."""
 
+TRIED = (24, 9)
+"""Tokens of the sequences that a model is tried on: more than a page, and less."""
+
 RECOMPILES = 64
 """Variants of one forward that torch.compile may keep: one for each padded size."""
 
@@ -133,32 +136,38 @@ class Runner:
 
         So no model is served wrongly in which tokens meet by other ways than attention.
         """
-        name = type(self._model).__name__
-        size = self._pool.geometry.page_size
-        tables = [self._pool.new_table(), self._pool.new_table()]
-        prompts = [[1, 2, 3], [4, 5]]
+        name, size = type(self._model).__name__, self._pool.geometry.page_size
+        vocabulary = self._model.config.get_text_config().vocab_size
+        lengths = [min(length, self.host_tables[0].shape[1] * size // 2) for length in TRIED]
+        prompts = [[(7 * i + 1) % vocabulary for i in range(length)] for length in lengths]
+        rows = Rows(len(prompts))
+        tables = [self._pool.new_table() for _ in prompts]
         try:
-            self._pool.append(tables, size)
-            rows = Rows(len(tables))
             for row, (table, prompt) in enumerate(zip(tables, prompts, strict=True)):
+                self._pool.append([table], len(prompt))
                 sequence = Sequence(np.array(prompt, np.int32), SamplingParams(max_tokens=1), row)
-                rows.put(sequence, row, size)
+                rows.put(sequence, row, len(prompt))
                 for group in range(len(self._page_tables)):
                     self.set_pages(group, row, 0, table.pages(group))
-            together = self.launch(rows, rows.wanted, None).logits[:2]
+            prefill = rows.wanted - 1
+            self.launch(rows, prefill, None)
+            rows.computed += prefill
+            together = self.launch(rows, rows.wanted, None).logits[: len(prompts)]
             for row, prompt in enumerate(prompts):
                 tokens = torch.tensor([prompt], device=self._device)
                 alone = self._model(input_ids=tokens, use_cache=False).logits[0, -1]
                 error = (together[row].float() - alone.float()).norm()
                 if not error <= AGREEMENT[alone.dtype] * alone.float().norm():
                     raise UnsupportedModel(
-                        f"{name}: expected the same logits of a sequence alone and beside another, "
-                        f"got {float(error):.3g} between them; use model.generate"
+                        f"the logits of a sequence alone and beside another differ by {error:.3g}"
                     )
-        except UnsupportedModel:
+        except torch.OutOfMemoryError:
             raise
         except Exception as error:
-            raise UnsupportedModel(f"{name}: packed sequences do not run: {error}") from error
+            raise UnsupportedModel(
+                f"{name}: sequences cannot be packed: {error}; use model.generate with a "
+                f"PagedKVCache"
+            ) from error
         finally:
             self._pool.release(tables)
         self.vocab_size = together.shape[1]
