@@ -49,6 +49,8 @@ POLICY = (
     "engine/params.py",
     "engine/sequence.py",
     "engine/scheduler.py",
+    "engine/text.py",
+    "engine/outputs.py",
 )
 """Plain Python and numpy: never torch or transformers, not even through another file."""
 
