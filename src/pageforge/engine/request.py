@@ -195,4 +195,4 @@ def token_logprobs_of(logprobs: Logprobs, place: int, token: int, k: int) -> Tok
     """One token's, off the device."""
     ids, values = logprobs.top_ids[place, :k].tolist(), logprobs.top[place, :k].tolist()
     top = tuple(Logprob(token_id, value) for token_id, value in zip(ids, values, strict=True))
-    return TokenLogprobs(token, float(logprobs.chosen[place]), top)
+    return TokenLogprobs(Logprob(token, float(logprobs.chosen[place])), top)
