@@ -46,7 +46,6 @@ POLICY = (
     "errors.py",
     "geometry.py",
     "memory/",
-    "engine/params.py",
     "engine/sequence.py",
     "engine/scheduler.py",
     "engine/text.py",

@@ -57,10 +57,6 @@ class UnsupportedModel(PageForgeError, ValueError):
     """The model, or this use of it, cannot be served rightly."""
 
 
-class ParamsError(PageForgeError, ValueError):
-    """A sampling parameter is of the wrong type, out of range, or at odds with another."""
-
-
 class RequestError(PageForgeError, ValueError):
     """A request to the engine, or the engine's own settings, cannot be right."""
 

@@ -24,6 +24,10 @@ class Logprobs:
     top_ids: Tensor
     top: Tensor
 
+    def on_host(self) -> Logprobs:
+        """The same on the host, once the device has come that far."""
+        return Logprobs(self.chosen.cpu(), self.top_ids.cpu(), self.top.cpu())
+
     @classmethod
     def joined(cls, parts: Sequence[Logprobs]) -> Logprobs:
         """All tokens of `parts`, which have the same k."""

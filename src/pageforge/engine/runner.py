@@ -7,7 +7,9 @@ what the last one gave.
 
 from __future__ import annotations
 
+import functools
 import inspect
+import time
 from collections import Counter
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -28,6 +30,7 @@ from pageforge.geometry import pages_for
 from pageforge.graphs import CapturedStep, GraphMemory, bucket
 from pageforge.hf.decode_step import AGREEMENT
 from pageforge.hf.fast_decode import MAX_TOKENS, MOVING_ROPE
+from pageforge.hf.step_cache import STEP_ARGUMENT
 from pageforge.model_state import ModelState, hooks_on
 from pageforge.pool import PagePool
 from pageforge.probe import cache_argument, learned_positions
@@ -89,6 +92,8 @@ class Runner:
         """Steps that ran eagerly, by reason."""
         self.num_replays = 0
         self.num_captures = 0
+        self.capture_seconds = 0.0
+        """Spent on captures, compiling included."""
         self._model = model
         self._pool = pool
         self._compile = compile
@@ -115,6 +120,7 @@ class Runner:
                 torch.zeros(size, dtype=torch.uint8, pin_memory=pinned) for _ in range(BUFFERS)
             ]
         self.host_tables = [np.zeros((max_running, width), np.int32) for _ in groups]
+        self._changed: list[list[tuple[int, int]]] = [[] for _ in groups]  # of the flat tables
         self._turn = 0
         self._inputs: dict[StepShape, tuple[PackedInputs, Tensor]] = {}
         self._graphs: dict[StepShape, CapturedStep | str] = {}
@@ -140,7 +146,7 @@ class Runner:
                 sequence = Sequence(np.array(prompt, np.int32), SamplingParams(max_tokens=1), row)
                 rows.put(sequence, row, size)
                 for group in range(len(self._page_tables)):
-                    self.set_pages([(group, row, 0, table.pages(group))])
+                    self.set_pages(group, row, 0, table.pages(group))
             together = self.launch(rows, rows.wanted, None).logits[:2]
             for row, prompt in enumerate(prompts):
                 tokens = torch.tensor([prompt], device=self._device)
@@ -161,23 +167,30 @@ class Runner:
 
     # --- page tables ------------------------------------------------------------------------
 
-    def set_pages(self, entries: list[tuple[int, int, int, list[int]]]) -> None:
-        """Page table entries `(group, row, first logical page, page ids)`, on host and device."""
-        for group, table in enumerate(self._page_tables):
-            places, values = [], []
-            for of_group, row, first, ids in entries:
-                if of_group == group and ids:
-                    self.host_tables[group][row, first : first + len(ids)] = ids
-                    start = row * table.shape[1] + first
-                    places.append(np.arange(start, start + len(ids)))
-                    values.append(ids)
-            if places:
-                where = to_device(np.concatenate(places), self._device)
-                pages = to_device(np.concatenate(values).astype(np.int32), self._device)
-                table.view(-1).index_copy_(0, where, pages)
+    def set_pages(self, group: int, row: int, first: int, page_ids: list[int]) -> None:
+        """`page_ids`: a row's pages from logical page `first` on. The next step knows them."""
+        table = self.host_tables[group]
+        table[row, first : first + len(page_ids)] = page_ids
+        start = row * table.shape[1] + first
+        self._changed[group].append((start, start + len(page_ids)))
+
+    def _send_pages(self) -> None:
+        """Bring the device's page tables up to date: one copy a group, however many rows grew."""
+        for group, changed in enumerate(self._changed):
+            if not changed:
+                continue
+            host = self.host_tables[group].reshape(-1)
+            starts, stops = np.array(changed).T
+            counts = stops - starts
+            ends = np.cumsum(counts)
+            places = np.arange(ends[-1]) + np.repeat(starts - (ends - counts), counts)
+            both = to_device(np.stack([places, host[places]]), self._device)
+            self._page_tables[group].view(-1).index_copy_(0, both[0], both[1].int())
+            changed.clear()
 
     def move_row(self, source: int, target: int) -> None:
         """Row `target` takes over what row `source` has."""
+        self._send_pages()
         self.last_tokens[target] = self.last_tokens[source]
         for host, table in zip(self.host_tables, self._page_tables, strict=True):
             host[target] = host[source]
@@ -192,6 +205,7 @@ class Runner:
 
         `asking`: rows for whose prompts all logits are wanted, where there are such.
         """
+        self._send_pages()
         end = int(np.flatnonzero(counts)[-1]) + 1
         counts = counts[:end]
         known = rows.length[:end] + rows.pending[:end]
@@ -218,7 +232,7 @@ class Runner:
         self, rows: Rows, counts: npt.NDArray[np.int32]
     ) -> tuple[StepShape, list[npt.NDArray[Any]]]:
         end = len(counts)
-        padded = min(bucket(end), len(rows)) if self._uses_graphs else end
+        padded = min(self._rounded(end), len(rows)) if self._uses_graphs else end
         shape = StepShape(padded, padded, padded, True)
         active = counts > 0
         computed = rows.computed[:end]
@@ -233,7 +247,7 @@ class Runner:
         lengths = np.zeros(padded, np.int32)
         lengths[:end] = np.where(active, computed + 1, 0)
         bounds = np.arange(padded + 1, dtype=np.int32)
-        arrays = [tokens, positions, np.arange(padded), lengths, bounds]
+        arrays: list[npt.NDArray[Any]] = [tokens, positions, np.arange(padded), lengths, bounds]
         return shape, arrays
 
     def _mixed_arrays(
@@ -283,6 +297,10 @@ class Runner:
             arrays = _padded(arrays, shape, padded)
             shape = padded
         return shape, arrays, places, spans
+
+    def _rounded(self, num_rows: int) -> int:
+        """Rows to capture a step of decoding for: where each takes a compilation, fewer sizes."""
+        return 1 << (num_rows - 1).bit_length() if self._compile else bucket(num_rows)
 
     @property
     def _uses_graphs(self) -> bool:
@@ -341,6 +359,27 @@ class Runner:
         return logits
 
     def _forward(self, inputs: PackedInputs, logit_places: Tensor | None) -> Tensor:  # [R, V]
+        arguments = self._arguments(inputs, logit_places)
+        cache = PackedCache(inputs)
+        outputs = self._model(**arguments, **{self._cache_name: cache})
+        cache.check_written()
+        if cache.is_regular:
+            self._windows = cache.windows
+        return self._logits(outputs, logit_places)
+
+    def _forward_compiled(self, inputs: PackedInputs) -> Tensor:  # [S, V]
+        """The same through torch.compile, which traces no lazy K/V: attention gets the cache."""
+        assert self._compiled is not None and self._windows is not None
+        arguments = self._arguments(inputs, None)
+        cache = PackedCache(inputs, self._windows)
+        for layer, window in self._windows.items():
+            inputs.plan(cache.group_of[layer], window)
+        with torch._dynamo.config.patch(recompile_limit=RECOMPILES):
+            outputs = self._compiled(**arguments, **{self._cache_name: cache, STEP_ARGUMENT: cache})
+        return self._logits(outputs, None)
+
+    def _arguments(self, inputs: PackedInputs, logit_places: Tensor | None) -> dict[str, Any]:
+        """What a forward is given, the cache apart."""
         inputs.begin()
         tokens = inputs.tokens
         # Negative: the last token of a row, which only the device may know yet.
@@ -353,13 +392,11 @@ class Runner:
         }
         if logit_places is not None and self._takes_rows:
             arguments["logits_to_keep"] = logit_places
-        cache = PackedCache(inputs)
-        outputs = self._model(**arguments, **{self._cache_name: cache})
-        cache.check_written()
+        return arguments
+
+    def _logits(self, outputs: Any, logit_places: Tensor | None) -> Tensor:  # [R, V]
         logits: Tensor = outputs.logits[0]
-        if logit_places is not None and not self._takes_rows:
-            logits = logits[logit_places]
-        return logits
+        return logits if logit_places is None or self._takes_rows else logits[logit_places]
 
     # --- graphs -----------------------------------------------------------------------------
 
@@ -397,8 +434,10 @@ class Runner:
     def _capture(
         self, shape: StepShape, inputs: PackedInputs, forward: Callable[[], Tensor]
     ) -> CapturedStep | str:
-        """A captured step, or why there can be none. What it runs meanwhile does no harm: the
-        same tokens are written to the same places."""
+        """A captured step, or why there can be none.
+
+        What it runs meanwhile does no harm: the same tokens are written to the same places.
+        """
         if not self._allow_hooks and (reason := hooks_on(self._model)) is not None:
             return reason
         if self._memory is None:
@@ -407,7 +446,10 @@ class Runner:
         state = ModelState(self._model)
         before = inputs.max_query_len
         inputs.max_query_len = 1 if shape.decodes else shape.tokens
+        began = time.perf_counter()
         try:
+            if self._compile and shape.decodes:
+                forward = self._compiled_step(inputs, forward)
             step = CapturedStep(forward, self._memory)
         except torch.cuda.OutOfMemoryError:
             return "there is not enough memory to capture a step"
@@ -420,7 +462,20 @@ class Runner:
             return f"{change} in each forward"
         self._state = self._state or state
         self.num_captures += 1
+        self.capture_seconds += time.perf_counter() - began
         return step
+
+    def _compiled_step(
+        self, inputs: PackedInputs, forward: Callable[[], Tensor]
+    ) -> Callable[[], Tensor]:
+        """`forward` compiled, the windows of its layers being known from an eager run."""
+        if self._windows is None:
+            forward()
+        if self._windows is None:
+            raise UnsupportedModel("compile: expected each layer to attend to its own K/V")
+        if self._compiled is None:
+            self._compiled = torch.compile(self._model.forward, dynamic=False)
+        return functools.partial(self._forward_compiled, inputs)
 
 
 def _padded(
@@ -450,8 +505,8 @@ def check_model(model: PreTrainedModel) -> None:
     """Raise UnsupportedModel for a model of which it shows at once that it cannot be served."""
     if not isinstance(model, PreTrainedModel):
         raise UnsupportedModel(
-            f"model: expected a transformers PreTrainedModel, got {type(model).__name__}; of a PEFT "
-            f"model pass get_base_model(), whose adapters are in it"
+            f"model: expected a transformers PreTrainedModel, got {type(model).__name__}; of a "
+            f"PEFT model pass get_base_model(), whose adapters are in it"
         )
     name = type(model).__name__
     if model.config.is_encoder_decoder:

@@ -25,6 +25,7 @@ MAX_TOPK = 1024
 """Up to so many candidates are found by `topk`; beyond, sorting the whole row is as fast."""
 
 Rows = npt.NDArray[np.int64]
+Tokens = Sequence[int] | npt.NDArray[np.int32]
 Mask = npt.NDArray[np.bool_]
 Index = Tensor | slice  # of rows: int64 on the device, or all of them
 
@@ -105,8 +106,8 @@ class Sampler:
         row: int,
         params: SamplingParams,
         *,
-        prompt_tokens: Sequence[int],
-        output_tokens: Sequence[int] = (),
+        prompt_tokens: Tokens,
+        output_tokens: Tokens = (),
         eos_ids: Sequence[int] = (),
     ) -> None:
         """A sequence takes `row`; one that was preempted comes back with its output so far.
