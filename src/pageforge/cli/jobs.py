@@ -163,15 +163,16 @@ def missing(path: Path, jobs: Sequence[Job]) -> list[Job]:
                 if not line.endswith(b"\n"):
                     break
                 result = _result_of(line, f"{path}, line {number}")
+                if result["error"] is not None:
+                    continue
                 job = by_id.get(result["id"])
                 if job is not None and job.prompt != _prompt_of(result):
                     raise JobError(
                         f"{path}, line {number}: the prompt of {job.id!r} was another one; give "
                         f"the changed prompt an id of its own, or write to another file"
                     )
-                if result["error"] is None:
-                    new.write(line)
-                    done.add(result["id"])
+                new.write(line)
+                done.add(result["id"])
         draft.replace(path)
     finally:
         draft.unlink(missing_ok=True)
@@ -183,7 +184,7 @@ def _result_of(line: bytes, where: str) -> dict[str, Any]:
         result = json.loads(line)
     except ValueError:
         result = None
-    if not isinstance(result, dict) or not RESULT_KEYS <= result.keys():
+    if not isinstance(result, dict) or not result.keys() >= RESULT_KEYS:
         raise JobError(f"{where}: expected a result of `pageforge run`; is this the right file?")
     return result
 
@@ -196,11 +197,10 @@ def _prompt_of(result: dict[str, Any]) -> str | tuple[int, ...]:
 class ResultsFile:
     """Takes a JSON line for each request as it ends; each is on its way to the disk at once."""
 
-    def __init__(self, path: Path, *, resume: bool):
-        """`resume`: write behind what is there; otherwise the file must be new."""
-        # A lone surrogate, which UTF-8 cannot hold, is then written as JSON would escape it.
-        mode = "a" if resume else "x"
-        self._file = path.open(mode, encoding="utf-8", errors="backslashreplace", newline="\n")
+    def __init__(self, path: Path):
+        """What is in `path` stays; lines are added."""
+        # A lone surrogate, which UTF-8 cannot hold, is then written as JSON escapes it.
+        self._file = path.open("a", encoding="utf-8", errors="backslashreplace", newline="\n")
 
     def write(self, result: Result) -> None:
         """One line more."""

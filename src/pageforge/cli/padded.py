@@ -1,5 +1,7 @@
-"""One left-padded batch through `generate`: what caches are compared with, and the way of models
-that the engine refuses."""
+"""Prompts as one left-padded batch through `generate`.
+
+So caches are compared, and models are run that the engine refuses.
+"""
 
 from __future__ import annotations
 

@@ -174,7 +174,7 @@ def run(
     jobs = _typed(prompts or [], params) if file is None else read_jobs(file, params)
     todo = jobs if out is None else _missing(jobs, out, resume=resume)
     if not todo:
-        stderr().print(f"nothing is missing: {out} has all {len(jobs)} results")
+        stderr().print(f"nothing is missing: {out} has all {len(jobs)} results", soft_wrap=True)
         return
     loaded, tokenizer = load(settings)
     about = {
@@ -223,7 +223,7 @@ def run(
         start = time.perf_counter()
         try:
             kept = _through_engine(
-                requests, jobs, todo, streaming=streaming, as_json=as_json, out=out, resume=resume
+                requests, jobs, todo, streaming=streaming, as_json=as_json, out=out
             )
         except KeyboardInterrupt:
             raise KeyboardInterrupt(*_how_far(before + requests.num_done, jobs, out)) from None
@@ -268,7 +268,7 @@ def _missing(jobs: list[Job], out: Path, *, resume: bool) -> list[Job]:
     """The jobs that are left to do for `out`."""
     if not out.parent.is_dir():
         raise typer.BadParameter(f"there is no folder {out.parent}", param_hint="--out")
-    if not out.exists():
+    if not out.exists() or out.stat().st_size == 0:
         return jobs
     if not resume:
         raise typer.BadParameter(
@@ -286,7 +286,6 @@ def _through_engine(
     streaming: bool,
     as_json: bool,
     out: Path | None,
-    resume: bool,
 ) -> list[Result]:
     """Do what is left to do. The results, in order, if they are wanted as JSON on stdout."""
     kept: list[Result] = []
@@ -299,7 +298,7 @@ def _through_engine(
     with contextlib.ExitStack() as stack:
         take: Callable[[Result], None]
         if out is not None:
-            take = stack.enter_context(ResultsFile(out, resume=resume)).write
+            take = stack.enter_context(ResultsFile(out)).write
         else:
             take = kept.append if as_json else InOrder(jobs).take
         shown = stack.enter_context(bar())
@@ -324,7 +323,7 @@ def _how_far(num_done: int, jobs: list[Job], out: Path | None) -> list[str]:
 
 
 def _lists(results: list[Result]) -> dict[str, Any]:
-    """Results as JSON: a number or text for each prompt (its first completion's), and all there is."""
+    """Results for JSON: of each prompt the first completion in short, and everything there is."""
     if not results:
         return {}
     outputs = [result.output for result in results]

@@ -137,8 +137,9 @@ class Runner:
         """
         name = type(self._model).__name__
         size = self._pool.geometry.page_size
-        tables = [self._pool.new_table(), self._pool.new_table()]
-        prompts = [[1, 2, 3], [4, 5]]
+        # One alone, where no two can ever run at once.
+        prompts = [[1, 2, 3], [4, 5]][: min(len(self.last_tokens), self._pool.num_available)]
+        tables = [self._pool.new_table() for _ in prompts]
         try:
             self._pool.append(tables, size)
             rows = Rows(len(tables))
@@ -147,7 +148,7 @@ class Runner:
                 rows.put(sequence, row, size)
                 for group in range(len(self._page_tables)):
                     self.set_pages(group, row, 0, table.pages(group))
-            together = self.launch(rows, rows.wanted, None).logits[:2]
+            together = self.launch(rows, rows.wanted, None).logits[: len(prompts)]
             for row, prompt in enumerate(prompts):
                 tokens = torch.tensor([prompt], device=self._device)
                 alone = self._model(input_ids=tokens, use_cache=False).logits[0, -1]
