@@ -61,12 +61,12 @@ class Listener(Protocol):
 class Flight:
     """A step that was launched and not looked at yet: what it samples, and for whom.
 
-    `rows`, `epochs`: `[R]`, of the sampled `sequences` when it was launched. `tokens`: `[R]` int64
-    on the host, -1 where logits made no sense, complete once `done` has come.
+    `rows [R]`: the sampled ones, with their `epochs` when it was launched. `tokens [R]`: int64 on
+    the host, -1 where logits made no sense, complete once `done` has come.
     """
 
-    everyone: list[Sequence]  # that computed something in it
-    sequences: list[Sequence]
+    sequences: list[Sequence | None]  # of all rows then
+    scored: list[Sequence]  # those of which no token is wanted, and whose prompt ends here
     rows: npt.NDArray[np.int64]
     epochs: npt.NDArray[np.int64]
     tokens: Tensor
@@ -75,6 +75,12 @@ class Flight:
     prompts: list[tuple[Sequence, int, Logprobs]]  # from a position on
     kept: list[Any]  # what must live until it is done
     done: torch.cuda.Event | None
+
+    def at(self, place: int) -> tuple[Sequence, int]:
+        """A sampled sequence, and its token."""
+        sequence = self.sequences[self.rows[place]]
+        assert sequence is not None
+        return sequence, int(self.tokens[place])
 
 
 class Core:
@@ -298,10 +304,10 @@ class Core:
         if not counts.any():
             return None
         rows = self.rows
-        everyone = [rows.at(row) for row in np.flatnonzero(counts).tolist()]
         try:
-            flight = self._sample(self.runner.launch(rows, counts, self._asking(counts)), everyone)
+            flight = self._sample(self.runner.launch(rows, counts, self._asking(counts)))
         except Exception as error:  # the model's, or the user's in it: the others go on
+            everyone = [rows.at(row) for row in np.flatnonzero(counts).tolist()]
             logger.warning("engine: a step of %d sequences failed: %s", len(everyone), error)
             self._land()
             self.pool.drop_prefix_cache()  # what it should have written may not be there
@@ -310,6 +316,13 @@ class Core:
             return None
         rows.computed += counts
         rows.pending[flight.rows] += 1
+        ends = (counts > 0) & (rows.computed == rows.most_computed)
+        if (ends & (rows.most_computed < rows.prompt)).any():
+            flight.scored += [
+                rows.at(row)
+                for row in np.flatnonzero(ends & (rows.most_computed < rows.prompt)).tolist()
+                if rows.at(row).limit == rows.at(row).num_prompt
+            ]
         self.num_steps += 1
         self.num_computed += int(counts.sum())
         self._fork()
@@ -328,7 +341,7 @@ class Core:
         mask[asking] = True
         return mask
 
-    def _sample(self, step: Step, everyone: list[Sequence]) -> Flight:
+    def _sample(self, step: Step) -> Flight:
         rows, chosen = self.rows, step.rows
         whole = len(chosen) == len(step.logits)
         # Mostly these are the first rows, one after the other.
@@ -360,8 +373,8 @@ class Core:
             done.record()
         kept, self._kept = self._kept, []
         return Flight(
-            everyone,
-            [rows.at(row) for row in chosen.tolist()],
+            rows.sequences.copy(),
+            [],
             chosen,
             rows.epoch[chosen],
             tokens,
@@ -427,17 +440,14 @@ class Core:
         is_first = lengths == self.rows.prompt[rows]
         matters = stops | is_first | is_last | self._is_watched[rows]
         for place in np.flatnonzero(is_current)[matters].tolist():
-            self._take(flight, place, int(tokens[place]))
+            self._take(flight, place)
         for place in np.flatnonzero(~is_current).tolist():  # moved to another row, or lost its own
-            self._catch_up(flight, place, int(tokens[place]))
-        for sequence in flight.everyone:
-            if sequence.limit == sequence.num_prompt and not sequence.is_finished:
-                if sequence.row < 0 or self.rows.computed[sequence.row] < sequence.most_computed:
-                    continue
-                self.finish(sequence, "length")
+            self._catch_up(flight, place)
+        for sequence in flight.scored:
+            self.finish(sequence, "length")
 
-    def _catch_up(self, flight: Flight, place: int, token: int) -> None:
-        sequence = flight.sequences[place]
+    def _catch_up(self, flight: Flight, place: int) -> None:
+        sequence, token = flight.at(place)
         if sequence.is_finished:
             return
         row = sequence.row
@@ -448,11 +458,11 @@ class Core:
         else:
             sequence.tokens = np.append(sequence.tokens, np.int32(token))
             sequence.num_pending -= 1
-        self._take(flight, place, token)
+        self._take(flight, place)
 
-    def _take(self, flight: Flight, place: int, token: int) -> None:
+    def _take(self, flight: Flight, place: int) -> None:
         """See what a new token means for its sequence."""
-        sequence = flight.sequences[place]
+        sequence, token = flight.at(place)
         if token == NO_TOKEN:
             error = flight.sampled.errors.get(place)
             self.finish(sequence, "error", error or PageForgeError(NO_SENSE))

@@ -211,7 +211,8 @@ class Engine:
             raise
         with self._lock:
             outputs = [request.output for request in requests if request.output is not None]
-            self._finished = [each for each in self._finished if each not in outputs]
+            own = set(map(id, outputs))
+            self._finished = [each for each in self._finished if id(each) not in own]
         return outputs
 
     # --- as they come -----------------------------------------------------------------------

@@ -40,11 +40,8 @@ logger = logging.get_logger(__name__)
 BUFFERS = 2
 """Host buffers of a step's numbers: one is read by the step in flight while the next is filled."""
 
-WORTHWHILE = 3
+WORTHWHILE = 2
 """Steps of one padded size after which a mixed step is captured: a capture costs three of them."""
-
-MOST_GRAPH_TOKENS = 2048
-"""Steps of more tokens keep the device busy for longer than the host needs to launch them."""
 
 RECOMPILES = 64
 """Variants of one forward that torch.compile may keep: one for each padded size."""
@@ -96,6 +93,7 @@ class Runner:
         """Spent on captures, compiling included."""
         self._model = model
         self._pool = pool
+        self._most = max_batch_tokens
         self._compile = compile
         self._allow_hooks = allow_hooks
         self._device = torch.device(pool.geometry.groups[0].shape.device)
@@ -112,8 +110,8 @@ class Runner:
                 torch.zeros(max_running, width, dtype=torch.int32, device=self._device)
                 for _ in groups
             ]
-            most = StepShape(max_batch_tokens, max_running, max_batch_tokens, False)
-            size = sum(_sizes(most, len(groups)))
+            most = max(max_batch_tokens, max_running)
+            size = sum(_sizes(StepShape(most, max_running, most, False), len(groups)))
             self._buffer = torch.zeros(size, dtype=torch.uint8, device=self._device)
             pinned = self._device.type == "cuda"
             self._host = [
@@ -292,11 +290,11 @@ class Runner:
                 spans.append((row, first, start, start + count))
         arrays = [tokens, positions, *slots, wanted, lengths, bounds]
         shape = StepShape(total, end, len(wanted), False)
-        padded = StepShape(bucket(total), min(bucket(end), len(rows)), 0, False)
-        padded = padded._replace(logits=padded.rows)
-        if self._uses_graphs and asking is None and padded.tokens <= MOST_GRAPH_TOKENS:
-            arrays = _padded(arrays, shape, padded)
-            shape = padded
+        if self._uses_graphs and asking is None:
+            # As many rows as there can be: those without queries cost hardly anything, and there
+            # are fewer sizes to capture.
+            padded = StepShape(min(bucket(total), self._most), len(rows), len(rows), False)
+            arrays, shape = _padded(arrays, shape, padded), padded
         return shape, arrays, places, spans
 
     def _rounded(self, num_rows: int) -> int:
