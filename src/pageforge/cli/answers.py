@@ -58,7 +58,7 @@ def engine_summary(result: dict[str, Any]) -> Table:
         ("failed", f"{engine['requests_failed']:,}"),
         ("done before", f"{engine['requests_before']:,}"),
         ("cut short", f"{engine['cut_short']:,} by the pool's size or the model's positions"),
-        *_cache_rows(result),
+        *_cache_rows(result, pages="pages at the peak"),
         ("prefix hits", f"{engine['cached_tokens']:,} of {paged['prompt_tokens']:,} prompt tokens"),
         ("preemptions", f"{engine['preemptions']:,}"),
         ("at the end", f"{paged['pages_used_after']} pages used"),
@@ -75,7 +75,10 @@ def cache_summary(result: dict[str, Any]) -> Table:
     """A run of `generate` in numbers; beside it those of other caches, where it was compared."""
     paged = result["paged"]
     others = [name for name in ("DynamicCache", "StaticCache") if name in result]
-    rows = [*_cache_rows(result), ("after free()", f"{paged['pages_used_after']} pages used")]
+    rows = [
+        *_cache_rows(result, pages="pages"),
+        ("after free()", f"{paged['pages_used_after']} pages used"),
+    ]
     if not others:
         return facts(rows)
     new = paged["new_tokens"]
@@ -94,12 +97,12 @@ def cache_summary(result: dict[str, Any]) -> Table:
     return table
 
 
-def _cache_rows(result: dict[str, Any]) -> list[tuple[str, str]]:
+def _cache_rows(result: dict[str, Any], pages: str) -> list[tuple[str, str]]:
     paged = result["paged"]
     return [
         ("tokens", f"{paged['prompt_tokens']:,} + {paged['new_tokens']:,} new"),
-        ("tokens/s", f"{paged['new_tokens'] / paged['seconds']:,.1f}"),
-        ("pages", f"{paged['pages_used']:,} of {result['page_size']} tokens"),
+        (pages, f"{paged['pages_used']:,} of {result['page_size']} tokens"),
         ("bytes in use", size(paged["bytes_in_use"])),
         ("bytes mapped", size(paged["bytes_mapped"])),
+        ("tokens/s", f"{paged['new_tokens'] / paged['seconds']:,.1f}"),
     ]

@@ -114,7 +114,9 @@ def interrupts_between_steps() -> Iterator[Callable[[], None]]:
         if is_asked:
             raise KeyboardInterrupt
 
-    before = signal.signal(signal.SIGINT, note)
+    before = signal.getsignal(signal.SIGINT)
+    if before is not signal.SIG_IGN:  # as it is where a script runs this in the background
+        signal.signal(signal.SIGINT, note)
     try:
         yield check
     finally:
