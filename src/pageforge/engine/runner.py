@@ -140,6 +140,9 @@ class Runner:
         name, size = type(self._model).__name__, self._pool.geometry.page_size
         vocabulary = self._model.config.get_text_config().vocab_size
         lengths = [min(length, self.host_tables[0].shape[1] * size // 2) for length in TRIED]
+        available = self._pool.num_available
+        if sum(pages_for(length, size) for length in lengths) > available:  # a page each, or one
+            lengths = [min(length, size) for length in lengths][:available]
         prompts = [[(7 * i + 1) % vocabulary for i in range(length)] for length in lengths]
         rows = Rows(len(prompts))
         tables = [self._pool.new_table() for _ in prompts]
