@@ -200,7 +200,7 @@ def test_batch_invariant(merged_bytes: int, cut_into: Any, monkeypatch: Any) -> 
     monkeypatch.setattr(decode, "MERGED_AT_ONCE", 32)
     decode._constants_for.cache_clear()
     cut_into(2, merged_bytes)
-    step = make_step([200, 33], heads=(2, 1), spare=40, sinks=torch.randn(2))
+    step = make_step([200, 33], heads=(4, 1), dims=(16, 48), spare=40, sinks=torch.randn(4))
     want = step.run(batch_invariant=True)
     step.check(*want)
     # Alone each piece is a run, among six a few are, and among twenty a row is one run.
