@@ -200,10 +200,12 @@ def test_batch_invariant(merged_bytes: int, cut_into: Any, monkeypatch: Any) -> 
     monkeypatch.setattr(decode, "MERGED_AT_ONCE", 32)
     decode._constants_for.cache_clear()
     cut_into(2, merged_bytes)
-    step = make_step([200, 33], heads=(2, 1), spare=40)
+    step = make_step([200, 33], heads=(4, 1), dims=(16, 48), spare=40, sinks=torch.randn(4))
     want = step.run(batch_invariant=True)
     step.check(*want)
-    for rows, columns in (([0], 25), ([1], 5), ([1, 0], 30), ([1] * 5, 5)):
+    # Alone each piece is a run, among six a few are, and among twenty a row is one run.
+    neighbours = ([0] * 6, 25), ([0] * 20, 25), ([0, 1] * 9, 25), ([1] * 20, 5)
+    for rows, columns in (([0], 25), ([1], 5), ([1, 0], 30), ([1] * 5, 5), *neighbours):
         part = dataclasses.replace(
             step,
             query=step.query[rows],

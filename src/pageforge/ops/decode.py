@@ -19,14 +19,17 @@ from pageforge.geometry import ceil_div
 from pageforge.ops import kernels
 from pageforge.ops.kernels import LOG2E, jit, tl, triton
 from pageforge.ops.launch import Launcher, addresses, misaligned
-from pageforge.ops.plan import HEADER, INVARIANT_PIECES, RUN, num_processors, tiling_for
+from pageforge.ops.plan import HEADER, RUN, num_processors, tiling_for
 
 if kernels.AVAILABLE:
     from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 
-MERGED_BYTES = 10 << 10
+MERGED_BYTES = 16 << 10
 """What a program can merge in about the time that a second kernel takes."""
+
+REGISTERS, MAX_REGISTERS = 65536, 255
+"""Of a multiprocessor, and the most that a thread can have, of any architecture."""
 
 MERGED_AT_ONCE = 2048
 """Elements of pieces that a merging program holds: 16 registers a thread of four warps."""
@@ -118,9 +121,11 @@ class DecodeLaunch:
         _, num_kv_heads, _, value_dim = value_pages.shape
         key_dim = key_pages.shape[3]
         merges = max_pieces > num_rows
-        # Where other rows must not matter, not even the longest's length, which is in `max_pieces`.
-        per_row = INVARIANT_PIECES if batch_invariant else ceil_div(max_pieces, num_rows)
-        merges_inside = per_row * (num_heads // num_kv_heads) * value_dim * 4 <= MERGED_BYTES
+        num_programs = _num_programs(max(key_dim, value_dim), key_pages)
+        # Of rows alike. With `batch_invariant` it does not matter to the bits who merges them.
+        max_runs = min(max_pieces, num_rows + num_programs // num_kv_heads)
+        row_bytes = max_runs * (num_heads // num_kv_heads) * value_dim * 4 // num_rows
+        merges_inside = row_bytes <= MERGED_BYTES
         new = None
         if new_key is not None and new_value is not None:
             new = *new_key.stride()[:2], *new_value.stride()[:2], new_key.dtype, new_value.dtype
@@ -151,11 +156,7 @@ class DecodeLaunch:
         self._launch = _decode_launcher.prepare(
             variant,
             device,
-            (
-                min(max_pieces * num_kv_heads, _num_programs(max(key_dim, value_dim), key_pages)),
-                1,
-                1,
-            ),
+            (min(max_pieces * num_kv_heads, num_programs), 1, 1),
             layer,
             (
                 page_table,
@@ -182,7 +183,8 @@ class DecodeLaunch:
                 (sinks, out),
                 (found, plan_table, cu_query_lens, lse, *sizes),
                 {"HEADS": num_heads, "VALUE_DIM": value_dim, "PIECES": MERGED_PIECES}
-                | {"DIMS": MERGED_DIMS, "HEAD": HEADER, "CHAINED": constants["CHAINED"]},
+                | {"DIMS": MERGED_DIMS, "HEAD": HEADER, "IN_ORDER": batch_invariant}
+                | {"CHAINED": constants["CHAINED"]},
                 _chain(device) | {"num_warps": 1},
             )
 
@@ -275,6 +277,9 @@ def _constants_for(
         "CHAINED": bool(chain),
     }
     options = {"num_warps": tiling.num_warps, "num_stages": tiling.num_stages} | chain
+    registers = REGISTERS // (32 * tiling.num_warps * tiling.per_processor) // 8 * 8
+    if batch_invariant and registers < MAX_REGISTERS:
+        options["maxnreg"] = registers  # a few more, and fewer programs fit than are launched
     return constants, options
 
 
@@ -378,6 +383,7 @@ def _decode_kernel(
         stored = end
         if new_key_ptr is not None:
             stored = tl.where(is_last & (end > begin), end - 1, end)  # the newest comes from below
+        row_pages = page_table_ptr + row * page_table_row
         token_of_row = row
         if queries_ptr is not None:
             token_of_row = tl.load(queries_ptr + row).to(tl.int64)
@@ -402,9 +408,11 @@ def _decode_kernel(
         top = tl.full([GROUP_PAD], -float("inf"), tl.float32)
         total = tl.zeros([GROUP_PAD], tl.float32)
         acc = tl.zeros([GROUP_PAD, VALUE_PAD], tl.float32)
+        if INVARIANT:
+            # The same of the pieces so far, where one run is all that the row has.
+            row_top, row_total, row_acc = top, total, acc
         key_base = key_ptr + kv_head * (PAGE * KEY_DIM)
         value_base = value_ptr + kv_head * (PAGE * VALUE_DIM)
-        row_pages = page_table_ptr + row * page_table_row
         # The page ids of a tile are loaded one tile ahead. Loaded in the same turn as K and V they
         # would have to be there before the loads begin, and Triton would not overlap tiles at all.
         token = begin + in_tile
@@ -445,18 +453,22 @@ def _decode_kernel(
             top = new_top
             if INVARIANT:  # noqa: SIM102  # decided when compiled, unlike the next
                 if ((first + TILE - begin) % size == 0) & (first + TILE < end):
-                    _leave(
-                        found_ptr,
-                        found_ptr + lse_from,
-                        (place + (first + TILE - begin) // size - 1) * (KV_HEADS * GROUP) + head,
-                        value_dim,
-                        real_head,
-                        value_real,
-                        top,
-                        total,
-                        acc,
-                        VALUE_DIM,
-                    )
+                    found, lse = _found(top, total, acc)
+                    if runs == 1:
+                        row_top, row_total, row_acc = _add(row_top, row_total, row_acc, found, lse)
+                    else:
+                        piece = place + (first + TILE - begin) // size - 1
+                        _leave(
+                            found_ptr,
+                            found_ptr + lse_from,
+                            piece * (KV_HEADS * GROUP) + head,
+                            value_dim,
+                            real_head,
+                            value_real,
+                            found,
+                            lse,
+                            VALUE_DIM,
+                        )
                     top = tl.full([GROUP_PAD], -float("inf"), tl.float32)
                     total = tl.zeros([GROUP_PAD], tl.float32)
                     acc = tl.zeros([GROUP_PAD, VALUE_PAD], tl.float32)
@@ -491,16 +503,14 @@ def _decode_kernel(
         if CHAINED:
             gdc_launch_dependents()
 
-        if pieces == 1:
+        if runs == 1:
+            if INVARIANT:
+                found, lse = _found(top, total, acc)
+                top, total, acc = _add(row_top, row_total, row_acc, found, lse)
             if begin < 0:  # a row that is longer than its pages
                 acc += float("nan")
             if sinks_ptr is not None:
-                sink = tl.load(sinks_ptr + head, mask=real_head, other=0.0).to(tl.float32) * LOG2E
-                new_top = tl.maximum(top, sink)
-                decay = tl.exp2(top - new_top)
-                acc = acc * decay[:, None]
-                total = total * decay + tl.exp2(sink - new_top)
-                top = new_top
+                top, total, acc = _sink(top, total, acc, sinks_ptr, head, real_head)
             to = token_of_row * (KV_HEADS * GROUP) + head
             tl.store(
                 out_ptr + to[:, None] * VALUE_DIM + value_dim[None, :],
@@ -513,6 +523,7 @@ def _decode_kernel(
         else:
             if INVARIANT:
                 place += (tl.maximum(end - begin, 1) - 1) // size
+            found, lse = _found(top, total, acc)
             _leave(
                 found_ptr,
                 found_ptr + lse_from,
@@ -520,9 +531,8 @@ def _decode_kernel(
                 value_dim,
                 real_head,
                 value_real,
-                top,
-                total,
-                acc,
+                found,
+                lse,
                 VALUE_DIM,
             )
             if MERGES_INSIDE:
@@ -551,6 +561,7 @@ def _decode_kernel(
                             KV_HEADS * GROUP,
                             VALUE_DIM,
                             MERGED_PIECES,
+                            INVARIANT,
                         )
         if items > programs:
             # All programs together take one number for each item, the last ones in vain: so the
@@ -561,6 +572,12 @@ def _decode_kernel(
 
 
 @jit()
+def _found(top, total, acc):
+    """What a piece found: the weighted mean of V, and the log-sum-exp of its scores in base 2."""
+    return acc / tl.where(total > 0, total, 1.0)[:, None], top + tl.log2(total)
+
+
+@jit()
 def _leave(
     found_ptr,
     lse_of_found_ptr,
@@ -568,18 +585,31 @@ def _leave(
     value_dim,
     real_head,
     value_real,
-    top,
-    total,
-    acc,
+    found,
+    lse,
     VALUE_DIM: tl.constexpr,
 ):
     """Write down what a piece found, for whoever merges the pieces of its row."""
     tl.store(
         found_ptr + to[:, None] * VALUE_DIM + value_dim[None, :],
-        acc / tl.where(total > 0, total, 1.0)[:, None],
+        found,
         mask=real_head[:, None] & value_real[None, :],
     )
-    tl.store(lse_of_found_ptr + to, top + tl.log2(total), mask=real_head)
+    tl.store(lse_of_found_ptr + to, lse, mask=real_head)
+
+
+@jit()
+def _add(top, total, acc, found, lse):
+    """What a row's pieces up to here found, and one more.
+
+    The same bits wherever it is compiled: what may be fused is fused here.
+    """
+    new_top = tl.maximum(top, lse)
+    base = tl.where(new_top == -float("inf"), 0.0, new_top)
+    decay = tl.exp2(top - base)
+    weight = tl.exp2(lse - base)
+    acc = tl.fma(acc, decay[:, None], found * weight[:, None])
+    return new_top, tl.fma(total, decay, weight), acc
 
 
 @jit()
@@ -591,6 +621,15 @@ def _score(raw, scale, softcap, HAS_CAP: tl.constexpr):
     else:
         score = raw * (scale * LOG2E)
     return score
+
+
+@jit()
+def _sink(top, total, acc, sinks_ptr, head, real_head):
+    """A score that takes part in the softmax and has no value."""
+    sink = tl.load(sinks_ptr + head, mask=real_head, other=0.0).to(tl.float32) * LOG2E
+    new_top = tl.maximum(top, sink)
+    decay = tl.exp2(top - new_top)
+    return new_top, tl.fma(total, decay, tl.exp2(sink - new_top)), acc * decay[:, None]
 
 
 @jit()
@@ -609,41 +648,59 @@ def _merge(
     HEADS: tl.constexpr,
     VALUE_DIM: tl.constexpr,
     PIECES: tl.constexpr,
+    IN_ORDER: tl.constexpr,
 ):
-    """`out = sum_i 2^lse_i found_i / sum_i 2^lse_i` over the pieces of a row, some dims of it."""
+    """`out = sum_i 2^lse_i found_i / sum_i 2^lse_i` over the pieces of a row, some dims of it.
+
+    PIECES of them at once, or one after the other with as many on their way.
+    """
     top = tl.full(head.shape, -float("inf"), tl.float32)
     total = tl.zeros(head.shape, tl.float32)
-    if sinks_ptr is not None:
-        top = tl.load(sinks_ptr + head, mask=real_head, other=0.0).to(tl.float32) * LOG2E
-        total += 1.0
     acc = tl.zeros([head.shape[0], dim.shape[0]], tl.float32)
-    for first in range(0, pieces, PIECES):
-        piece = first + tl.arange(0, PIECES)
-        exists = (piece < pieces)[:, None] & real_head[None, :]
-        place = (start + piece)[:, None] * HEADS + head[None, :]
-        # Other programs wrote this: past the first cache, which may have something older.
-        lse = tl.load(
-            lse_of_found_ptr + place, mask=exists, other=-float("inf"), cache_modifier=".cg"
-        )
-        found = tl.load(
-            found_ptr + place[:, :, None] * VALUE_DIM + dim[None, None, :],
-            mask=exists[:, :, None] & (dim < VALUE_DIM)[None, None, :],
-            other=0.0,
-            cache_modifier=".cg",
-        )
-        new_top = tl.maximum(top, tl.max(lse, 0))
-        # A piece of tokens that nobody sees cannot be, but a lane beyond the group has nothing.
-        base = tl.where(new_top == -float("inf"), 0.0, new_top)
-        decay = tl.exp2(top - base)
-        weight = tl.exp2(lse - base[None, :])
-        acc = acc * decay[:, None] + tl.sum(found * weight[:, :, None], 0)
-        total = total * decay + tl.sum(weight, 0)
-        top = new_top
+    real = real_head[:, None] & (dim < VALUE_DIM)[None, :]
+    # Other programs wrote this: past the first cache, which may have something older.
+    if IN_ORDER:
+        for piece in tl.range(0, pieces, loop_unroll_factor=PIECES):
+            place = (start + piece) * HEADS + head
+            lse = tl.load(
+                lse_of_found_ptr + place, mask=real_head, other=-float("inf"), cache_modifier=".cg"
+            )
+            found = tl.load(
+                found_ptr + place[:, None] * VALUE_DIM + dim[None, :],
+                mask=real,
+                other=0.0,
+                cache_modifier=".cg",
+            )
+            top, total, acc = _add(top, total, acc, found, lse)
+    else:
+        for first in range(0, pieces, PIECES):
+            piece = first + tl.arange(0, PIECES)
+            exists = (piece < pieces)[:, None] & real_head[None, :]
+            place = (start + piece)[:, None] * HEADS + head[None, :]
+            lse = tl.load(
+                lse_of_found_ptr + place, mask=exists, other=-float("inf"), cache_modifier=".cg"
+            )
+            found = tl.load(
+                found_ptr + place[:, :, None] * VALUE_DIM + dim[None, None, :],
+                mask=exists[:, :, None] & (dim < VALUE_DIM)[None, None, :],
+                other=0.0,
+                cache_modifier=".cg",
+            )
+            new_top = tl.maximum(top, tl.max(lse, 0))
+            # A piece of tokens that nobody sees cannot be, but a lane beyond the group has nothing.
+            base = tl.where(new_top == -float("inf"), 0.0, new_top)
+            decay = tl.exp2(top - base)
+            weight = tl.exp2(lse - base[None, :])
+            acc = acc * decay[:, None] + tl.sum(found * weight[:, :, None], 0)
+            total = total * decay + tl.sum(weight, 0)
+            top = new_top
+    if sinks_ptr is not None:
+        top, total, acc = _sink(top, total, acc, sinks_ptr, head, real_head)
     to = token * HEADS + head
     tl.store(
         out_ptr + to[:, None] * VALUE_DIM + dim[None, :],
         (acc / tl.where(total > 0, total, 1.0)[:, None]).to(out_ptr.dtype.element_ty),
-        mask=real_head[:, None] & (dim < VALUE_DIM)[None, :],
+        mask=real,
     )
     if lse_ptr is not None:
         tl.store(lse_ptr + to, (top + tl.log2(total)) / LOG2E, mask=real_head)
@@ -667,16 +724,17 @@ def _merge_kernel(
     PIECES: tl.constexpr,
     DIMS: tl.constexpr,
     HEAD: tl.constexpr,
+    IN_ORDER: tl.constexpr,
     CHAINED: tl.constexpr,
 ):
-    """Merges the pieces of one row, one head, DIMS dims; rows of one piece are done already."""
+    """Merges the pieces of one row, one head, DIMS dims; rows of one run are done already."""
     row = tl.program_id(0)
     if CHAINED:
         gdc_wait()
         gdc_launch_dependents()
     start = tl.load(plan_ptr + HEAD + row)
     pieces = tl.load(plan_ptr + HEAD + row + 1) - start
-    if pieces > 1:
+    if pieces > 0:
         token = row.to(tl.int64)
         if queries_ptr is not None:
             token = tl.load(queries_ptr + row).to(tl.int64)
@@ -695,6 +753,7 @@ def _merge_kernel(
             HEADS,
             VALUE_DIM,
             PIECES,
+            IN_ORDER,
         )
 
 

@@ -31,8 +31,11 @@ of the row, and whether this is its last run), where what its first piece finds 
 row, and tokens of a piece. A run is one piece, but with `batch_invariant` several may follow each
 other in one."""
 
-INVARIANT_PIECES = 32
-"""With `batch_invariant`, into how many pieces a long row is cut."""
+INVARIANT_PROGRAMS = 256
+"""With `batch_invariant`, how many programs a long row that is alone should give work to."""
+
+INVARIANT_PIECES = 32, 128
+"""With `batch_invariant`, the bounds of how many pieces a long row is cut into."""
 
 INVARIANT_TILES = 2
 """With `batch_invariant`, the fewest tiles of a piece."""
@@ -62,9 +65,10 @@ class Purpose(NamedTuple):
 class DecodePlan(NamedTuple):
     """The pieces of a decode step, and the runs of pieces that programs take.
 
-    `table` int32: HEADER; for each row, and for the end, where its pieces leave what they find;
-    a counter for each row and KV head of runs that are done, 0 between launches; RUN numbers for
-    each run, in the order in which they begin. It serves the layers of one step: the queue's int32
+    `table` int32: HEADER; for each row, and for the end, where its pieces leave what they find
+    (those of a row that is one run leave nothing); a counter for each row and KV head of runs that
+    are done, 0 between launches; RUN numbers for each run, in the order in which they begin. It
+    serves the layers of one step: the queue's int32
     is not set back between them.
     """
 
@@ -99,7 +103,8 @@ class Planner:
         """`max_seq_len`: what no row of the first step exceeds."""
         tiling = tiling_for(key_dim, dtype, device)
         slots = max(1, tiling.per_processor * num_processors(device) // num_kv_heads)
-        self._bounds = num_rows, slots, tiling.tokens, batch_invariant
+        invariant_pieces = _invariant_pieces(num_kv_heads) if batch_invariant else None
+        self._bounds = num_rows, slots, tiling.tokens, invariant_pieces
         self.max_pieces = _max_pieces(max_seq_len, *self._bounds)
         self.starts = starts
         self._purpose = Purpose(
@@ -128,7 +133,7 @@ class Planner:
                 "ROWS": rows,
                 "KV_HEADS": num_kv_heads,
                 "INVARIANT": batch_invariant,
-                "MOST": INVARIANT_PIECES,
+                "MOST": invariant_pieces or 0,
                 "FEWEST": INVARIANT_TILES,
                 "CLASSES": CLASSES,
                 "HEAD": HEADER,
@@ -153,12 +158,12 @@ class Planner:
 
 
 def _max_pieces(
-    max_seq_len: int, num_rows: int, slots: int, tile: int, batch_invariant: bool
+    max_seq_len: int, num_rows: int, slots: int, tile: int, invariant_pieces: int | None
 ) -> int:
     """What the number of pieces of all rows cannot exceed."""
     most = max(1, ceil_div(max_seq_len, tile))
-    if batch_invariant:
-        return num_rows * min(INVARIANT_PIECES, ceil_div(most, INVARIANT_TILES))
+    if invariant_pieces is not None:
+        return num_rows * min(invariant_pieces, ceil_div(most, INVARIANT_TILES))
     return num_rows * most if num_rows * most <= slots else num_rows + slots
 
 
@@ -222,6 +227,12 @@ def tiling_of(dim: int, element_size: int, capability: tuple[int, int]) -> Tilin
     return Tiling(64, 4, 3, per_processor=2 if dim <= 64 else 1)
 
 
+def _invariant_pieces(num_kv_heads: int) -> int:
+    """Into how many pieces `batch_invariant` cuts a long row: the same on every device."""
+    fewest, most = INVARIANT_PIECES
+    return min(max(ceil_div(INVARIANT_PROGRAMS, num_kv_heads), fewest), most)
+
+
 @functools.cache
 def num_processors(device: torch.device) -> int:
     """Multiprocessors of the device."""
@@ -274,28 +285,28 @@ def _plan_kernel(
         planned = real & (tl.load(queries_ptr + row + 1, mask=real, other=0) == here + 1)
     tiles = tl.where(planned, tl.cdiv(length - low, TILE), 0)
     fair = tl.maximum(tl.cdiv(tl.sum(tiles, 0), slots), 1)
+    size = tl.zeros([ROWS], tl.int32) + 1
     if INVARIANT:
         # Pieces by the row alone; runs of pieces by what there is to do.
         size = tl.maximum(tl.cdiv(tiles, MOST), FEWEST)
-    else:
-        common = fair
-        # Somewhat larger pieces, if all of them can run at a time then: a few left over for a
-        # second turn would run alone.
-        if num_rows <= slots:
-            while (common < 2 * fair) & (_count(tiles, common, planned) > slots):
-                common += tl.cdiv(fair, 16)  # few tries, however long the rows
-        size = tl.zeros([ROWS], tl.int32) + common
-    # A row without tokens has one piece too, which writes its zeros.
-    pieces = tl.where(planned, tl.maximum(tl.cdiv(tiles, size), 1), 0)
-    runs = pieces
+    parts = tl.cdiv(tiles, size)  # that are not cut any further
+    # Somewhat longer runs, if all of them can run at a time then: a few left over for a second turn
+    # would run alone.
+    common = fair
+    if num_rows <= slots:
+        while (common < 2 * fair) & (tl.sum(_count(parts, size, common, planned), 0) > slots):
+            common += tl.cdiv(fair, 16)  # few tries, however long the rows
+    runs = _count(parts, size, common, planned)
+    pieces = runs
     if INVARIANT:
-        runs = tl.where(planned, tl.maximum(tl.cdiv(pieces, tl.cdiv(fair, size)), 1), 0)
-    first = tl.cumsum(pieces, 0) - pieces
+        pieces = tl.where(planned, tl.maximum(parts, 1), 0)
+    left = tl.where(runs > 1, pieces, 0)  # a run that is alone merges its pieces itself
+    first = tl.cumsum(left, 0) - left
     total = tl.sum(runs, 0)
     tl.store(table_ptr, total)
     tl.store(table_ptr + 1, 0)
     tl.store(table_ptr + HEAD + row, first, mask=real)
-    tl.store(table_ptr + HEAD + num_rows, tl.sum(pieces, 0))
+    tl.store(table_ptr + HEAD + num_rows, tl.sum(left, 0))
     counters = table_ptr + HEAD + num_rows + 1
     for head in range(KV_HEADS):
         tl.store(counters + row * KV_HEADS + head, 0, mask=real)
@@ -311,16 +322,11 @@ def _plan_kernel(
             before += tl.sum(inside, 0)
     for run in range(0, tl.max(runs, 0)):
         exists = run < runs
-        if INVARIANT:
-            place = run * pieces // tl.maximum(runs, 1)
-            stop = (run + 1) * pieces // tl.maximum(runs, 1)
-            begin = low + place * size * TILE
-            end = low + stop * size * TILE
-        else:
-            # Pieces of a row differ by one tile at most.
-            place = tl.zeros([ROWS], tl.int32) + run
-            begin = low + run * tiles // tl.maximum(runs, 1) * TILE
-            end = low + (run + 1) * tiles // tl.maximum(runs, 1) * TILE
+        # Runs of a row differ by one part at most.
+        part = run * parts // tl.maximum(runs, 1)
+        begin = low + part * size * TILE
+        end = low + (run + 1) * parts // tl.maximum(runs, 1) * size * TILE
+        place = part if INVARIANT else tl.zeros([ROWS], tl.int32) + run
         begin = tl.where(too_long, -1, begin)
         fields = counters + num_rows * KV_HEADS + FIELDS * (turn + run)
         tl.store(fields, row, mask=exists)
@@ -333,9 +339,12 @@ def _plan_kernel(
 
 
 @jit()
-def _count(tiles, size, planned):
-    """Pieces of `size` tiles that all rows are cut into."""
-    return tl.sum(tl.where(planned, tl.maximum(tl.cdiv(tiles, size), 1), 0), 0)
+def _count(parts, size, common, planned):
+    """Runs of about `common` tiles that each row is cut into.
+
+    A row without tokens has one too, which writes its zeros.
+    """
+    return tl.where(planned, tl.maximum(tl.cdiv(parts, tl.cdiv(common, size)), 1), 0)
 
 
 _plan_launcher = Launcher(_plan_kernel)
