@@ -64,7 +64,7 @@ class Flight:
     on the host, -1 where logits made no sense, complete once `done` has come.
     """
 
-    everyone: list[Sequence]  # that computed something in it
+    complete: list[Sequence]  # that want no tokens, and computed the last of their prompt in it
     sequences: list[Sequence]
     rows: npt.NDArray[np.int64]
     epochs: npt.NDArray[np.int64]
@@ -145,6 +145,9 @@ class Core:
         sequence.is_finished = True
         if sequence in self._parents:
             self._parents.remove(sequence)
+        if sequence.parent is not None:
+            sequence.parent.children.remove(sequence)
+            sequence.parent = None
         if sequence.children:  # the first of them does what it did not live to do
             first, *others = sequence.children
             sequence.children = []
@@ -185,12 +188,21 @@ class Core:
             elif not (found.dropped or found.preempted):
                 counts = found.counts.copy()
                 try:
-                    for admission in found.admitted:
-                        counts[admission.row] = self._admit(admission)
+                    self._admit_all(found.admitted, counts)
                     self._grow(counts)
                     return counts
                 except OutOfPages as error:  # the device itself has no memory left
                     self._yield_memory(error)
+
+    def _admit_all(self, admitted: list[Admission], counts: npt.NDArray[np.int32]) -> None:
+        """Admit sequences; set their `counts`. Raises OutOfPages where nobody else runs."""
+        for admission in admitted:
+            try:
+                counts[admission.row] = self._admit(admission)
+            except OutOfPages:  # the device has no memory for swapped pages: it waits on
+                if not self.rows.num_running:
+                    raise
+                return
 
     def _admit(self, admission: Admission) -> int:
         """Begin to run; how many tokens it computes in this step."""
@@ -203,8 +215,7 @@ class Core:
             # Its last page is its own, so it may as well fill it.
             self.pool.append([sequence.table], -sequence.num_computed % size)
         elif sequence.table is None:
-            tokens = sequence.tokens[: sequence.num_known - 1] if sequence.shares else ()
-            prefix = self.pool.match_prefix(_ints(tokens))
+            prefix = self.pool.match_prefix(_findable(sequence))
             sequence.table, sequence.cursors = self.pool.adopt_prefix(prefix), prefix.cursors
             sequence.num_computed = prefix.num_tokens
             if not sequence.num_preemptions:
@@ -286,7 +297,7 @@ class Core:
         """Let others find the pages of its first `num_tokens` tokens, which are known."""
         if sequence.shares and sequence.cursors:
             tokens = self._tokens(sequence)[:num_tokens]
-            self.pool.publish_prefix(sequence.table, _ints(tokens), sequence.cursors)
+            self.pool.publish_prefix(sequence.table, tokens.tolist(), sequence.cursors)
 
     def _tokens(self, sequence: Sequence) -> npt.NDArray[np.int32]:
         row = sequence.row
@@ -297,10 +308,13 @@ class Core:
         if not counts.any():
             return None
         rows = self.rows
-        everyone = [rows.sequences[row] for row in np.flatnonzero(counts).tolist()]
+        ends = (counts > 0) & (rows.computed + counts == rows.most_computed)
+        complete = np.flatnonzero(ends & (rows.most_computed < rows.prompt)).tolist()
         try:
-            flight = self._sample(self.runner.launch(rows, counts, self._asking(counts)), everyone)
+            step = self.runner.launch(rows, counts, self._asking(counts))
+            flight = self._sample(step, [rows.sequences[row] for row in complete])
         except Exception as error:  # the model's, or the user's in it: the others go on
+            everyone = [rows.sequences[row] for row in np.flatnonzero(counts).tolist()]
             logger.warning("engine: a step of %d sequences failed: %s", len(everyone), error)
             self._land()
             self.pool.drop_prefix_cache()  # what it should have written may not be there
@@ -327,7 +341,7 @@ class Core:
         mask[asking] = True
         return mask
 
-    def _sample(self, step: Step, everyone: list[Sequence]) -> Flight:
+    def _sample(self, step: Step, complete: list[Sequence]) -> Flight:
         rows, chosen = self.rows, step.rows
         whole = len(chosen) == len(step.logits)
         # Mostly these are the first rows, one after the other.
@@ -359,7 +373,7 @@ class Core:
             done.record()
         kept, self._kept = self._kept, []
         return Flight(
-            everyone,
+            complete,
             [rows.sequences[row] for row in chosen.tolist()],
             chosen,
             rows.epoch[chosen],
@@ -394,7 +408,7 @@ class Core:
             for child in parent.children:
                 child.parent = None
                 # It computes the last token once more, for its logits.
-                child.num_computed = parent.num_prompt - 1
+                child.num_computed = child.goal - 1
                 if child.num_computed:
                     child.table = self.pool.fork(parent.table)
                     self.pool.crop([child.table], child.num_computed)
@@ -430,11 +444,8 @@ class Core:
             self._take(flight, place, int(tokens[place]))
         for place in np.flatnonzero(~is_current).tolist():  # moved to another row, or lost its own
             self._catch_up(flight, place, int(tokens[place]))
-        for sequence in flight.everyone:
-            if sequence.limit == sequence.num_prompt and not sequence.is_finished:
-                if sequence.row < 0 or self.rows.computed[sequence.row] < sequence.most_computed:
-                    continue
-                self.finish(sequence, "length")
+        for sequence in flight.complete:
+            self.finish(sequence, "length")
 
     def _catch_up(self, flight: Flight, place: int, token: int) -> None:
         sequence = flight.sequences[place]
@@ -454,6 +465,7 @@ class Core:
         """See what a new token means for its sequence."""
         sequence = flight.sequences[place]
         if token == NO_TOKEN:
+            self._forget_last_token(sequence)
             error = flight.sampled.errors.get(place)
             self.finish(sequence, "error", error or PageForgeError(NO_SENSE))
             return
@@ -467,6 +479,12 @@ class Core:
             self.finish(sequence, "stop", token)
         elif len(self._tokens(sequence)) == sequence.limit:
             self.finish(sequence, "length")
+
+    def _forget_last_token(self, sequence: Sequence) -> None:
+        if sequence.row < 0:
+            sequence.tokens = sequence.tokens[:-1]
+        else:
+            self.rows.length[sequence.row] -= 1
 
     # --- giving up pages --------------------------------------------------------------------
 
@@ -545,13 +563,19 @@ class Core:
             sequence.num_computed = 0
 
     def _yield_memory(self, error: OutOfPages) -> None:
-        """The device has less memory than the pool's budget: the youngest gives up its own."""
-        running = [sequence for sequence in self.rows.sequences if sequence is not None]
-        youngest = max(running, key=_by_rank)
-        if len(running) > 1:
-            self.preempt(youngest)
+        """The device has less memory than the pool's budget: somebody gives up pages.
+
+        Those that wait first, then the youngest that runs. Who is left alone cannot go on.
+        """
+        running = sorted(filter(None, self.rows.sequences), key=_by_rank)
+        holders = [sequence for sequence in self.waiting if sequence.table is not None]
+        if holders:
+            for sequence in holders:
+                self._release(sequence)
+        elif len(running) > 1:
+            self.preempt(running[-1])
         else:
-            self.finish(youngest, "error", error)
+            self.finish((running or self.waiting)[0], "error", error)
 
     def _out_of_pages(self, sequence: Sequence) -> OutOfPages:
         row, size = sequence.row, self.pool.geometry.page_size
@@ -572,7 +596,7 @@ class _PoolPages:
         return self._pool.num_available
 
     def match(self, sequence: Sequence) -> tuple[int, int]:
-        prefix = self._pool.match_prefix(_ints(sequence.tokens[: sequence.num_known - 1]))
+        prefix = self._pool.match_prefix(_findable(sequence))
         return prefix.num_tokens, prefix.num_used
 
     def reclaimable(self, table: PageTable) -> int:
@@ -583,5 +607,7 @@ def _by_rank(sequence: Sequence) -> int:
     return sequence.rank
 
 
-def _ints(tokens: npt.NDArray[np.int32] | tuple[()]) -> list[int]:
-    return [] if isinstance(tokens, tuple) else tokens.tolist()
+def _findable(sequence: Sequence) -> list[int]:
+    """The tokens whose pages it may take from others: all but the last one that it computes."""
+    tokens: list[int] = sequence.tokens[: sequence.goal - 1].tolist() if sequence.shares else []
+    return tokens
