@@ -42,7 +42,15 @@ FLOORS = {
 APART = frozenset({"memory/", "ops/"})
 """On one floor, but neither may know the other."""
 
-POLICY = ("errors.py", "geometry.py", "memory/", "engine/sequence.py", "engine/scheduler.py")
+POLICY = (
+    "errors.py",
+    "geometry.py",
+    "memory/",
+    "engine/sequence.py",
+    "engine/scheduler.py",
+    "engine/text.py",
+    "engine/outputs.py",
+)
 """Plain Python and numpy: never torch or transformers, not even through another file."""
 
 TENSOR_LIBRARIES = frozenset({"torch", "transformers"})

@@ -1,6 +1,14 @@
 """PageForge: a paged KV cache for Hugging Face transformers."""
 
 from pageforge._version import __version__
+from pageforge.engine import (
+    Completion,
+    Engine,
+    EngineStats,
+    RequestOutput,
+    SamplingParams,
+    StreamChunk,
+)
 from pageforge.errors import (
     CropError,
     GeometryError,
@@ -8,6 +16,8 @@ from pageforge.errors import (
     OutOfPages,
     PageError,
     PageForgeError,
+    ParamsError,
+    RequestError,
     ShapeError,
     UnsupportedModel,
     UseAfterFree,
@@ -20,7 +30,10 @@ from pageforge.memory import PageAllocator, PageTable, PrefixIndex, SequenceAllo
 from pageforge.pool import PagePool, PoolStats
 
 __all__ = [
+    "Completion",
     "CropError",
+    "Engine",
+    "EngineStats",
     "GeometryError",
     "KVGeometry",
     "LayerShape",
@@ -32,10 +45,15 @@ __all__ = [
     "PagePool",
     "PageTable",
     "PagedKVCache",
+    "ParamsError",
     "PoolStats",
     "PrefixIndex",
+    "RequestError",
+    "RequestOutput",
+    "SamplingParams",
     "SequenceAllocator",
     "ShapeError",
+    "StreamChunk",
     "UnsupportedModel",
     "UseAfterFree",
     "__version__",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Hashable, Sequence
+from collections.abc import Sequence
 from functools import cached_property
 from typing import Any
 
@@ -40,6 +40,8 @@ class SequenceBatch:
         self._room = (0, 0)
         self._behind_from = UP_TO_DATE  # the first logical page that the mirrors may have wrong
         self._steps: dict[tuple[int, int, int, int], StepTensors] = {}
+        # group -> stream and DecodeSteps of the latest step, with which the next one goes on
+        self._decodes: dict[int, tuple[int, _Decodes]] = {}
         self._paddings: dict[tuple[tuple[int, ...], torch.device], Tensor] = {}  # the latest
 
     def __len__(self) -> int:
@@ -162,6 +164,7 @@ class SequenceBatch:
         self.tables, self._ahead = [], self.pool.new_table()
         self._room = (0, 0)
         self._steps.clear()
+        self._decodes.clear()
 
     def abandon(self) -> None:
         """`release` for a finalizer: never blocks."""
@@ -186,14 +189,18 @@ class SequenceBatch:
         The layers of one forward ask for the same: it is worked out once, and the thread's stream
         is ordered then.
         """
-        device = self._mirrors[group].device
-        stream = stream_handle(device) if device.type == "cuda" else 0
+        mirror = self._mirrors[group]
+        device = mirror.device
+        stream = stream_handle(device) if mirror.is_on_cuda else 0
         key = (group, start, stop, stream)
         step = self._steps.get(key)
         if step is None or self._behind_from != UP_TO_DATE:
             self._catch_up()
             self.pool.use_stream(device)
-            step = self._steps[key] = StepTensors(self, group, start, stop)
+            former_stream, former = self._decodes.get(group, (stream, {}))
+            step = StepTensors(self, group, start, stop, former if former_stream == stream else {})
+            self._steps[key] = step
+            self._decodes[group] = stream, step.decodes
         return step
 
     def slot_mapping(self, group: int, start: int, stop: int) -> Tensor:
@@ -228,24 +235,26 @@ class SequenceBatch:
 class StepTensors:
     """What ops need of one step in one layer group; each is made when first asked for."""
 
-    def __init__(self, batch: SequenceBatch, group: int, start: int, stop: int):
+    def __init__(self, batch: SequenceBatch, group: int, start: int, stop: int, former: _Decodes):
+        """`former`: `decodes` of the step before, out of which this one takes what it uses."""
         self._batch = batch
         self._mirror = batch._mirrors[group]
+        self.shape = batch.pool.geometry.groups[group].shape
+        self.page_size = batch.pool.geometry.page_size
         self.start = start
         self.stop = stop
-        self._plans: dict[tuple[int | None, tuple[int, ...] | None], ops.DecodePlan | None] = {}
-        self.launches: dict[Hashable, ops.DecodeLaunch] = {}  # for whoever attends, layer by layer
+        self._former = former
+        self.decodes: _Decodes = {}
 
     @cached_property
     def page_table(self) -> Tensor:
         """`[S, M]` int32: the pages of positions 0 to `stop - 1`."""
-        pages = pages_for(self.stop, self._batch.pool.geometry.page_size)
-        return self._mirror.device_table[:, :pages]
+        return self._mirror.device_table[:, : pages_for(self.stop, self.page_size)]
 
     @cached_property
     def slot_mapping(self) -> Tensor:
         """`[S * (stop - start)]` int64: where the K/V of the step's tokens lie, row by row."""
-        size = self._batch.pool.geometry.page_size
+        size = self.page_size
         positions = np.arange(self.start, self.stop)
         page_ids = self._mirror.host[:, positions // size].astype(np.int64)
         slots = np.where(page_ids > 0, page_ids * size + positions % size, -1)
@@ -268,20 +277,28 @@ class StepTensors:
         """`[S]` int32: tokens of left padding of each row, on the device."""
         return None if padding is None else self._batch.padding(padding, self._mirror.device)
 
-    def plan(
+    def decode(
         self, key_pages: Tensor, window: int | None, padding: tuple[int, ...] | None
-    ) -> ops.DecodePlan | None:
-        """How attention of one query a row is cut; `key_pages` are those of any layer."""
-        key = (window, padding)
-        if key not in self._plans:
-            self._plans[key] = ops.plan_decode(
-                self.seq_lens,
-                self.page_table,
-                key_pages,
-                window=window,
-                starts=self.starts(padding),
-            )
-        return self._plans[key]
+    ) -> ops.DecodeSteps | None:
+        """The steps of which this is one, of one query a row; None on the CPU.
+
+        `key_pages`: of any layer.
+        """
+        kind = window, padding
+        steps = self.decodes.get(kind)
+        if steps is None and ops.plans(key_pages):
+            room = pages_for(self.stop, self.page_size) * self.page_size
+            table = self._mirror.device_table
+            steps = self._former.pop(kind, None)  # no other step may use its plan from now on
+            if steps is None or not steps.serves(table, room):
+                steps = ops.DecodeSteps(table, key_pages, room, window, self.starts(padding))
+            steps.begin(self.stop, room)
+            self.decodes[kind] = steps
+        return steps
+
+
+_Decodes = dict[tuple[int | None, tuple[int, ...] | None], ops.DecodeSteps]
+"""Window and left padding -> DecodeSteps."""
 
 
 def to_device(array: npt.NDArray[Any], device: torch.device) -> Tensor:
@@ -301,6 +318,7 @@ class _PageTableMirror:
 
     def __init__(self, num_rows: int, device: torch.device):
         self.device = device
+        self.is_on_cuda = device.type == "cuda"
         self._set_host(np.zeros((num_rows, 0), np.int32))
 
     def write(self, entries: Sequence[Sequence[int]], low: int, high: int) -> None:

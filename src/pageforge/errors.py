@@ -41,6 +41,10 @@ class ShapeError(PageForgeError, ValueError):
     """A tensor's shape, dtype or device does not fit the pool or the cache."""
 
 
+class ParamsError(PageForgeError, ValueError):
+    """A sampling parameter is of the wrong type, out of range, or at odds with another."""
+
+
 class CropError(PageForgeError, RuntimeError):
     """A roll-back asks for tokens whose pages are gone already."""
 
@@ -51,10 +55,6 @@ class UseAfterFree(PageForgeError, RuntimeError):
 
 class UnsupportedModel(PageForgeError, ValueError):
     """The model, or this use of it, cannot be served rightly."""
-
-
-class ParamsError(PageForgeError, ValueError):
-    """A sampling parameter is of the wrong type, out of range, or at odds with another."""
 
 
 class RequestError(PageForgeError, ValueError):

@@ -357,8 +357,9 @@ class PagePool:
                     if data.dtype == group.dtype and (data.is_pinned() or not group.pages.is_cuda):
                         ops.swap_in(data, group.pages, index)
                         continue
-                    data = data.to(group.device, group.dtype)
-                    group.pages.index_copy_(0, index.to(group.device), data)
+                    group.pages.index_copy_(
+                        0, index.to(group.device), data.to(group.device, group.dtype)
+                    )
                 for table, row in zip(tables, rows, strict=True):
                     table.adopt([[ids[g][i] for i in row[g]] for g in range(len(ids))], length)
             except BaseException:
@@ -423,10 +424,8 @@ class PagePool:
         """Pages that all groups could hand out together now, free and cached ones."""
         with self._exclusive():
             used = sum(g.allocator.num_used * g.bytes_per_page for g in self._groups)
-            return min(
-                (self._budget - used) // total_bytes_per_page(self.geometry.groups),
-                min(group.allocator.num_available for group in self._groups),
-            )
+            room = (self._budget - used) // total_bytes_per_page(self.geometry.groups)
+            return min([room, *(group.allocator.num_available for group in self._groups)])
 
     def num_reclaimable(self, table: PageTable) -> int:
         """Pages that each group would have more of if `table` was released."""

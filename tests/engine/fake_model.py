@@ -107,9 +107,8 @@ class FakeRunner:
             keys[1:], values[1:] = torch.nan, torch.nan
             self.memory.append((keys[:, 0, :, 0].numpy(), values[:, 0, :, 0].numpy()))
 
-    def set_pages(self, entries: list[tuple[int, int, int, list[int]]]) -> None:
-        for group, row, first, ids in entries:
-            self.tables[group][row, first : first + len(ids)] = ids
+    def set_pages(self, group: int, row: int, first: int, page_ids: list[int]) -> None:
+        self.tables[group][row, first : first + len(page_ids)] = page_ids
 
     def move_row(self, source: int, target: int) -> None:
         self.last_tokens[target] = self.last_tokens[source]
@@ -170,9 +169,7 @@ class FakeRunner:
             first = 0 if window is None else max(0, computed - window + 1)
             places = np.arange(first, stop)
             pages = table[row, places // self.page_size]
-            read = [
-                memory[pages, places % self.page_size].tolist() for memory in (keys, values)
-            ]
+            read = [memory[pages, places % self.page_size].tolist() for memory in (keys, values)]
             wanted = [tokens[first:stop], hashes(tokens[:stop])[first:]]
             self.check(read == wanted, f"row {row}: read {read}, expected {wanted}")
             last = read[1][-1]
@@ -242,8 +239,8 @@ class _Done:
 class CoreInFlight(Core):
     """A core as it is on a GPU: each step is launched before the last one's tokens are known."""
 
-    def _sample(self, step: Step, complete: list[OneSequence]) -> Flight:
-        flight = super()._sample(step, complete)
+    def _sample(self, step: Step) -> Flight:
+        flight = super()._sample(step)
         done: Any = _Done(flight)
         flight.done = done
         return flight

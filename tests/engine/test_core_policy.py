@@ -30,6 +30,7 @@ from pageforge.engine.params import SamplingParams
 from pageforge.engine.scheduler import Limits, least_pages
 from pageforge.engine.sequence import Sequence
 from pageforge.errors import OutOfPages, PageForgeError
+from pageforge.geometry import pages_for
 from tests.engine.fake_model import (
     VOCABULARY,
     CoreInFlight,
@@ -94,8 +95,7 @@ class Policy(RuleBasedStateMachine):
         self.fates[sequence].first_tokens += 1
 
     def on_token(self, sequence: Sequence, token: int, flight: Flight, place: int) -> None:
-        assert flight.sequences[place] is sequence
-        assert int(flight.tokens[place]) == token
+        assert flight.at(place) == (sequence, token)
         self.fates[sequence].seen.append(token)
 
     def on_prompt_logprobs(self, *args: Any) -> None:
@@ -262,7 +262,7 @@ class Policy(RuleBasedStateMachine):
         assert rows.computed[row] <= min(known, sequence.most_computed)
         assert rows.computed[row] <= rows.room[row] == table.length
         for group, window in enumerate(self.windows):
-            last = int(rows.computed[row]) // P + 1
+            last = pages_for(int(rows.computed[row]), P)
             entries = table.entries(0, last, group)
             on_device = self.runner.tables[group][row, :last].tolist()
             if window is None:

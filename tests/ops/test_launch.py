@@ -10,7 +10,7 @@ import torch
 from tests.ops.attention_cases import Step, make_step
 
 from pageforge.ops import launch
-from pageforge.ops.launch import VECTOR_BYTES, Launcher, misaligned
+from pageforge.ops.launch import VECTOR_BYTES, Launcher, addresses, misaligned
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
 
@@ -41,13 +41,25 @@ class FakeKernel:
 
 def test_on_the_cpu_the_interpreter_runs_it() -> None:
     kernel = FakeKernel()
-    Launcher(kernel)("any", CPU, (1, 2, 3), (4, 5), {"C": 6}, {"num_warps": 8})
-    assert kernel.log == [("run", (1, 2, 3), (4, 5), {"C": 6})]
+    launch = Launcher(kernel).prepare("any", CPU, (1, 2, 3), (4,), (5,), {"C": 6}, {"num_warps": 8})
+    launch(7)
+    assert kernel.log == [("run", (1, 2, 3), (7, 5), {"C": 6})]
 
 
 def test_a_variant_is_compiled_once_for_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
     kernel = FakeKernel()
-    quick = Launcher(kernel)
+    launcher = Launcher(kernel)
+
+    def quick(
+        variant: str,
+        device: torch.device,
+        grid: tuple[int, int, int],
+        args: tuple[int, ...],
+        constants: dict[str, int],
+        options: dict[str, int],
+    ) -> None:
+        launcher.prepare(variant, device, grid, args, (), constants, options)(*args)
+
     current = [0]
     monkeypatch.setattr(torch.cuda, "current_device", lambda: current[-1])
     monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index: 77, raising=False)
@@ -88,9 +100,14 @@ def test_a_variant_is_compiled_once_for_a_device(monkeypatch: pytest.MonkeyPatch
 def test_misaligned() -> None:
     whole = torch.zeros(64)
     assert VECTOR_BYTES == 16
-    assert misaligned([whole, whole[4:], whole[8:]]) == ()
-    assert misaligned([whole, whole[1:], whole[8:], whole[6:]]) == (False, True, False, True)
-    assert misaligned([whole[:0], torch.zeros(0)]) == ()
+
+    def found(*tensors: torch.Tensor | None) -> tuple[bool, ...]:
+        return misaligned(addresses(tensors))
+
+    assert found(whole, whole[4:], None, whole[8:]) == ()
+    assert found(whole, whole[1:], whole[8:], whole[6:]) == (False, True, False, True)
+    assert found(None, whole[1:]) == (False, True)
+    assert found(whole[:0], torch.zeros(0)) == ()
 
 
 # --- what decode names a variant by ---------------------------------------------------------------

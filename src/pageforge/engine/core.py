@@ -20,6 +20,7 @@ from transformers.utils import logging
 from pageforge.batch import to_device
 from pageforge.engine.draw import uniforms
 from pageforge.engine.logprobs import Logprobs, token_logprobs
+from pageforge.engine.outputs import FinishReason
 from pageforge.engine.runner import Runner, Step
 from pageforge.engine.sampler import Sampled, Sampler
 from pageforge.engine.scheduler import Admission, Limits, plan
@@ -52,7 +53,7 @@ class Listener(Protocol):
     def on_prompt_logprobs(self, sequence: Sequence, first: int, logprobs: Logprobs) -> None:
         """Log-probabilities of prompt tokens from position `first` on."""
 
-    def on_finish(self, sequence: Sequence, reason: str, cause: Any) -> None:
+    def on_finish(self, sequence: Sequence, reason: FinishReason, cause: Any) -> None:
         """It has ended; its tokens are in `sequence.tokens`. `cause`: stop id, or exception."""
 
 
@@ -60,12 +61,12 @@ class Listener(Protocol):
 class Flight:
     """A step that was launched and not looked at yet: what it samples, and for whom.
 
-    `rows`, `epochs`: `[R]`, of the sampled `sequences` when it was launched. `tokens`: `[R]` int64
-    on the host, -1 where logits made no sense, complete once `done` has come.
+    `rows [R]`: the sampled ones, with their `epochs` when it was launched. `tokens [R]`: int64 on
+    the host, -1 where logits made no sense, complete once `done` has come.
     """
 
-    complete: list[Sequence]  # that want no tokens, and computed the last of their prompt in it
-    sequences: list[Sequence]
+    sequences: list[Sequence | None]  # of all rows then
+    scored: list[Sequence]  # those of which no token is wanted, and whose prompt ends here
     rows: npt.NDArray[np.int64]
     epochs: npt.NDArray[np.int64]
     tokens: Tensor
@@ -74,6 +75,12 @@ class Flight:
     prompts: list[tuple[Sequence, int, Logprobs]]  # from a position on
     kept: list[Any]  # what must live until it is done
     done: torch.cuda.Event | None
+
+    def at(self, place: int) -> tuple[Sequence, int]:
+        """A sampled sequence, and its token."""
+        sequence = self.sequences[self.rows[place]]
+        assert sequence is not None
+        return sequence, int(self.tokens[place])
 
 
 class Core:
@@ -111,6 +118,7 @@ class Core:
         self._stop_ids = np.full((size, 1), NO_TOKEN, np.int64)
         self._seeds = np.zeros(size, np.uint64)
         self._is_watched = np.zeros(size, np.bool_)
+        self._may_compact = False  # a row has become free since it was last tried
         self._needs_host: set[int] = set()  # rows whose next token depends on the last one's value
         self._wants_prompt: set[int] = set()  # rows that compute logits of their whole prompt
 
@@ -130,7 +138,7 @@ class Core:
             self._parents.append(sequence)
         bisect.insort(self.waiting, sequence, key=_by_rank)
 
-    def finish(self, sequence: Sequence, reason: str, cause: Any = None) -> None:
+    def finish(self, sequence: Sequence, reason: FinishReason, cause: Any = None) -> None:
         """End a sequence in whatever state it is; its pages are free at once."""
         if sequence.is_finished:
             return
@@ -141,7 +149,7 @@ class Core:
         self._release(sequence)
         self._end(sequence, reason, cause)
 
-    def _end(self, sequence: Sequence, reason: str, cause: Any) -> None:
+    def _end(self, sequence: Sequence, reason: FinishReason, cause: Any) -> None:
         sequence.is_finished = True
         if sequence in self._parents:
             self._parents.remove(sequence)
@@ -164,7 +172,8 @@ class Core:
         """Launch the next step, then look at what the last one gave."""
         if self._needs_host:
             self._land()
-        self._compact()
+        if self._may_compact:
+            self._compact()
         launched = self._launch(self._next_plan())
         self._land()
         self._flight = launched
@@ -215,19 +224,26 @@ class Core:
             # Its last page is its own, so it may as well fill it.
             self.pool.append([sequence.table], -sequence.num_computed % size)
         elif sequence.table is None:
-            prefix = self.pool.match_prefix(_findable(sequence))
-            sequence.table, sequence.cursors = self.pool.adopt_prefix(prefix), prefix.cursors
-            sequence.num_computed = prefix.num_tokens
-            if not sequence.num_preemptions:
-                sequence.num_cached = prefix.num_tokens
+            self._begin(sequence)
         self.waiting.remove(sequence)
-        self.rows.put(sequence, row, sequence.table.length)
+        self.rows.put(sequence, row, sequence.pages.length)
         self._describe(sequence)
-        self._set_pages([(sequence, 0)])
+        self._set_pages(sequence, 0)
         wanted = min(sequence.goal - sequence.num_computed, admission.num_tokens)
         self._publish(sequence, sequence.num_computed + wanted)
         self._listener.on_scheduled(sequence)
         return wanted
+
+    def _begin(self, sequence: Sequence) -> None:
+        """Give it a page table, over known pages if it shares those of others."""
+        if not sequence.shares:
+            sequence.table = self.pool.new_table()
+            return
+        prefix = self.pool.match_prefix(sequence.findable)
+        sequence.table, sequence.cursors = self.pool.adopt_prefix(prefix), prefix.cursors
+        sequence.num_computed = prefix.num_tokens
+        if not sequence.num_preemptions:
+            sequence.num_cached = prefix.num_tokens
 
     def _describe(self, sequence: Sequence) -> None:
         """What the sampler, and whoever looks at its tokens, must know of a row."""
@@ -263,41 +279,33 @@ class Core:
             return
         growing: dict[int, list[Sequence]] = {}
         for row in short:
-            sequence = rows.sequences[row]
-            missing = pages_for(int(lengths[row]), size) * size - sequence.table.length
+            sequence = rows.at(row)
+            missing = pages_for(int(lengths[row]), size) * size - sequence.pages.length
             growing.setdefault(missing, []).append(sequence)
         if self._has_windows:
-            self.pool.slide(
-                [rows.sequences[row].table for row in short], rows.computed[short].tolist()
-            )
+            self.pool.slide([rows.at(row).pages for row in short], rows.computed[short].tolist())
         for missing, sequences in growing.items():
-            before = [sequence.table.length for sequence in sequences]
-            self.pool.append([sequence.table for sequence in sequences], missing)
-            self._set_pages(
-                [(each, first // size) for each, first in zip(sequences, before, strict=True)]
-            )
+            self.pool.append([sequence.pages for sequence in sequences], missing)
             for sequence in sequences:
-                rows.room[sequence.row] = sequence.table.length
+                length = sequence.pages.length
+                self._set_pages(sequence, (length - missing) // size)
+                rows.room[sequence.row] = length
         for row in short:
             if counts[row] > 1:
-                self._publish(rows.sequences[row], int(lengths[row]))
+                self._publish(rows.at(row), int(lengths[row]))
 
-    def _set_pages(self, changed: list[tuple[Sequence, int]]) -> None:
-        """Tell the device of the pages of sequences, from a logical page on each."""
-        size = self.pool.geometry.page_size
-        self.runner.set_pages(
-            [
-                (group, each.row, first, each.table.entries(first, each.table.length // size + 1, group))
-                for group in range(len(self.pool.geometry.groups))
-                for each, first in changed
-            ]
-        )
+    def _set_pages(self, sequence: Sequence, first: int) -> None:
+        """Tell the runner of a sequence's pages from logical page `first` on."""
+        stop = pages_for(sequence.pages.length, self.pool.geometry.page_size)
+        for group in range(len(self.pool.geometry.groups)):
+            entries = sequence.pages.entries(first, stop, group)
+            self.runner.set_pages(group, sequence.row, first, entries)
 
     def _publish(self, sequence: Sequence, num_tokens: int) -> None:
         """Let others find the pages of its first `num_tokens` tokens, which are known."""
         if sequence.shares and sequence.cursors:
             tokens = self._tokens(sequence)[:num_tokens]
-            self.pool.publish_prefix(sequence.table, tokens.tolist(), sequence.cursors)
+            self.pool.publish_prefix(sequence.pages, tokens.tolist(), sequence.cursors)
 
     def _tokens(self, sequence: Sequence) -> npt.NDArray[np.int32]:
         row = sequence.row
@@ -308,13 +316,10 @@ class Core:
         if not counts.any():
             return None
         rows = self.rows
-        ends = (counts > 0) & (rows.computed + counts == rows.most_computed)
-        complete = np.flatnonzero(ends & (rows.most_computed < rows.prompt)).tolist()
         try:
-            step = self.runner.launch(rows, counts, self._asking(counts))
-            flight = self._sample(step, [rows.sequences[row] for row in complete])
+            flight = self._sample(self.runner.launch(rows, counts, self._asking(counts)))
         except Exception as error:  # the model's, or the user's in it: the others go on
-            everyone = [rows.sequences[row] for row in np.flatnonzero(counts).tolist()]
+            everyone = [rows.at(row) for row in np.flatnonzero(counts).tolist()]
             logger.warning("engine: a step of %d sequences failed: %s", len(everyone), error)
             self._land()
             self.pool.drop_prefix_cache()  # what it should have written may not be there
@@ -323,6 +328,13 @@ class Core:
             return None
         rows.computed += counts
         rows.pending[flight.rows] += 1
+        ends = (counts > 0) & (rows.computed == rows.most_computed)
+        if (ends & (rows.most_computed < rows.prompt)).any():
+            flight.scored += [
+                rows.at(row)
+                for row in np.flatnonzero(ends & (rows.most_computed < rows.prompt)).tolist()
+                if rows.at(row).limit == rows.at(row).num_prompt
+            ]
         self.num_steps += 1
         self.num_computed += int(counts.sum())
         self._fork()
@@ -341,7 +353,7 @@ class Core:
         mask[asking] = True
         return mask
 
-    def _sample(self, step: Step, complete: list[Sequence]) -> Flight:
+    def _sample(self, step: Step) -> Flight:
         rows, chosen = self.rows, step.rows
         whole = len(chosen) == len(step.logits)
         # Mostly these are the first rows, one after the other.
@@ -365,7 +377,7 @@ class Core:
             pinned = torch.empty(tokens.shape, dtype=tokens.dtype, pin_memory=True)
             tokens = pinned.copy_(tokens, non_blocking=True)
         prompts = [
-            (rows.sequences[row], first, self._prompt_logprobs(step.logits[start:stop], row, first))
+            (rows.at(row), first, self._prompt_logprobs(step.logits[start:stop], row, first))
             for row, first, start, stop in step.spans
         ]
         if step.logits.is_cuda:
@@ -373,8 +385,8 @@ class Core:
             done.record()
         kept, self._kept = self._kept, []
         return Flight(
-            complete,
-            [rows.sequences[row] for row in chosen.tolist()],
+            rows.sequences.copy(),
+            [],
             chosen,
             rows.epoch[chosen],
             tokens,
@@ -387,11 +399,10 @@ class Core:
 
     def _prompt_logprobs(self, logits: Tensor, row: int, first: int) -> Logprobs:
         """Of the prompt tokens from position `first` on, given the logits before each."""
-        sequence = self.rows.sequences[row]
         wanted = self.rows.tokens[row, first : first + len(logits)].astype(np.int64)
-        return token_logprobs(
-            logits, to_device(wanted, logits.device), sequence.params.prompt_logprobs
-        )
+        k = self.rows.at(row).params.prompt_logprobs
+        assert k is not None
+        return token_logprobs(logits, to_device(wanted, logits.device), k)
 
     def _generated(self, row: int) -> list[int]:
         tokens: list[int] = self.rows.tokens[
@@ -410,7 +421,7 @@ class Core:
                 # It computes the last token once more, for its logits.
                 child.num_computed = child.goal - 1
                 if child.num_computed:
-                    child.table = self.pool.fork(parent.table)
+                    child.table = self.pool.fork(parent.pages)
                     self.pool.crop([child.table], child.num_computed)
                     child.num_cached = child.num_computed
             parent.children = []
@@ -441,14 +452,14 @@ class Core:
         is_first = lengths == self.rows.prompt[rows]
         matters = stops | is_first | is_last | self._is_watched[rows]
         for place in np.flatnonzero(is_current)[matters].tolist():
-            self._take(flight, place, int(tokens[place]))
+            self._take(flight, place)
         for place in np.flatnonzero(~is_current).tolist():  # moved to another row, or lost its own
-            self._catch_up(flight, place, int(tokens[place]))
-        for sequence in flight.complete:
+            self._catch_up(flight, place)
+        for sequence in flight.scored:
             self.finish(sequence, "length")
 
-    def _catch_up(self, flight: Flight, place: int, token: int) -> None:
-        sequence = flight.sequences[place]
+    def _catch_up(self, flight: Flight, place: int) -> None:
+        sequence, token = flight.at(place)
         if sequence.is_finished:
             return
         row = sequence.row
@@ -459,11 +470,11 @@ class Core:
         else:
             sequence.tokens = np.append(sequence.tokens, np.int32(token))
             sequence.num_pending -= 1
-        self._take(flight, place, token)
+        self._take(flight, place)
 
-    def _take(self, flight: Flight, place: int, token: int) -> None:
+    def _take(self, flight: Flight, place: int) -> None:
         """See what a new token means for its sequence."""
-        sequence = flight.sequences[place]
+        sequence, token = flight.at(place)
         if token == NO_TOKEN:
             self._forget_last_token(sequence)
             error = flight.sampled.errors.get(place)
@@ -491,7 +502,7 @@ class Core:
     def preempt(self, sequence: Sequence) -> None:
         """Take row and pages from a running sequence; it waits, and goes on later."""
         num_tokens = int(self.rows.computed[sequence.row])
-        swapped = self.swap.put(sequence.table, num_tokens) if num_tokens else None
+        swapped = self.swap.put(sequence.pages, num_tokens) if num_tokens else None
         self._leave_row(sequence)
         if swapped is None:
             sequence.num_computed = 0
@@ -510,7 +521,7 @@ class Core:
         )
 
     def give_up_pages(self, *, swap: bool = True) -> None:
-        """Every sequence gives its pages up, to go on later; without `swap` those on the host too."""
+        """Every sequence gives its pages up, to go on later; without `swap` the host's as well."""
         self._land()
         room, self.swap.max_bytes = self.swap.max_bytes, self.swap.max_bytes if swap else 0
         for sequence in sorted(filter(None, self.rows.sequences), key=_by_rank, reverse=True):
@@ -521,9 +532,10 @@ class Core:
 
     def _compact(self) -> None:
         """Move the last rows to free ones before them, where steps get smaller by it."""
-        rows = self.rows
+        rows, self._may_compact = self.rows, False
         while rows.num_running and bucket(rows.end) > bucket(rows.num_running):
             source, target = rows.end - 1, rows.free_row()
+            assert target is not None
             self.runner.move_row(source, target)
             self._sampler.move_row(source, target)
             rows.move(source, target)
@@ -546,6 +558,7 @@ class Core:
             self._publish_all(sequence)
         self.rows.take(sequence)
         self._sampler.clear_row(row)
+        self._may_compact = True
         self._is_watched[row] = False
         self._needs_host.discard(row)
         self._wants_prompt.discard(row)
@@ -583,7 +596,9 @@ class Core:
         return OutOfPages(needed, self.pool.num_available, "others hold the pool's pages")
 
 
-NO_SENSE = "logits: expected a finite one at least, got NaN or -inf alone; look at the model's weights"
+NO_SENSE = (
+    "logits: expected a finite one at least, got NaN or -inf alone; look at the model's weights"
+)
 
 
 class _PoolPages:
@@ -596,7 +611,7 @@ class _PoolPages:
         return self._pool.num_available
 
     def match(self, sequence: Sequence) -> tuple[int, int]:
-        prefix = self._pool.match_prefix(_findable(sequence))
+        prefix = self._pool.match_prefix(sequence.findable)
         return prefix.num_tokens, prefix.num_used
 
     def reclaimable(self, table: PageTable) -> int:
@@ -605,9 +620,3 @@ class _PoolPages:
 
 def _by_rank(sequence: Sequence) -> int:
     return sequence.rank
-
-
-def _findable(sequence: Sequence) -> list[int]:
-    """The tokens whose pages it may take from others: all but the last one that it computes."""
-    tokens: list[int] = sequence.tokens[: sequence.goal - 1].tolist() if sequence.shares else []
-    return tokens

@@ -40,11 +40,9 @@ def scaled(logits: Tensor, top: Tensor, temperature: Tensor) -> Tensor:
     """Scores `[R, V]` float32: (logits - top) / temperature.
 
     top: `[R]`, each row's highest logit. temperature: `[R, 1]` float32.
-    The top token's score is 0, so that no temperature, however small, makes them overflow, and +inf
-    beats all else.
+    The highest score is 0, so that no temperature, however small, makes them overflow.
     """
-    peak = top.float()[:, None]
-    return torch.where(logits == peak, 0.0, logits - peak) / temperature
+    return (logits - top.float()[:, None]).div_(temperature)
 
 
 def top_scores(scores: Tensor, num_candidates: int, top_k: Tensor, top_p: Tensor | None) -> Tensor:
@@ -78,8 +76,9 @@ def top_scores(scores: Tensor, num_candidates: int, top_k: Tensor, top_p: Tensor
 def drawn(scores: Tensor, best: Tensor, uniform: Tensor, min_p: Tensor | None) -> Tensor:
     """Tokens `[R]` int64 drawn from softmax(scores) by inverting the distribution's sum.
 
-    best: `[R]` int64, the tokens with the score 0. uniform: `[R]` float32 in [0, 1).
+    best: `[R]` int64, the top tokens. uniform: `[R]` float32 in [0, 1).
     min_p: `[R, 1]` float32, or None if no row has any.
+    A logit of +inf beats all else: it left NaN as its score and -inf as the others'.
     """
     weights = scores.exp()  # in units of the top token's
     if min_p is not None:
@@ -88,6 +87,6 @@ def drawn(scores: Tensor, best: Tensor, uniform: Tensor, min_p: Tensor | None) -
     running = weights.cumsum(-1, dtype=torch.float64)
     target = running[:, -1:] * uniform[:, None]
     token = torch.searchsorted(running, target, right=True).clamp(max=scores.shape[1] - 1)
-    # Parallel sums may fall by an ulp from one token to the next: never take one that was dropped.
+    # Sums made in parallel may rise by an ulp at a token of weight 0: never take one of those.
     is_kept = weights.gather(-1, token) > 0
     return torch.where(is_kept, token, best[:, None])[:, 0]

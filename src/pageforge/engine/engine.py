@@ -7,7 +7,8 @@ import contextlib
 import dataclasses
 import itertools
 import threading
-from collections.abc import AsyncIterator, Iterator, Sequence as SequenceOf
+from collections.abc import AsyncIterator, Iterator
+from collections.abc import Sequence as SequenceOf
 from types import TracebackType
 from typing import Any
 
@@ -20,7 +21,7 @@ from transformers.utils import logging
 from pageforge.engine.core import Core, Flight
 from pageforge.engine.draw import completion_seed
 from pageforge.engine.logprobs import Logprobs
-from pageforge.engine.outputs import RequestOutput, StreamChunk
+from pageforge.engine.outputs import FinishReason, RequestOutput, StreamChunk
 from pageforge.engine.params import SamplingParams
 from pageforge.engine.request import Request, token_logprobs_of
 from pageforge.engine.runner import Runner, check_model, longest_sequence
@@ -65,6 +66,8 @@ class EngineStats:
     swapped_bytes: int
     num_graphs: int
     num_replays: int
+    capture_seconds: float
+    """Spent on capturing graphs, and on compiling steps."""
     eager_steps: dict[str, int]
     """Steps that could not be replayed, by reason."""
     pool: PoolStats
@@ -178,10 +181,10 @@ class Engine:
         others go on; one that cannot be right (see `add_request`) raises before any begins.
         `progress`: show a bar. A single prompt gives a list of one.
         """
-        single = isinstance(prompts, str) or (len(prompts) > 0 and isinstance(prompts[0], int))
-        listed = [prompts] if single else list(prompts)  # type: ignore[list-item]
-        each = [params or SamplingParams()] * len(listed)
-        if params is not None and not isinstance(params, SamplingParams):
+        listed = _listed(prompts)
+        if params is None or isinstance(params, SamplingParams):
+            each = [params or SamplingParams()] * len(listed)
+        else:
             each = list(params)
             if len(each) != len(listed):
                 raise RequestError(
@@ -207,8 +210,9 @@ class Engine:
                 self.abort(request.id)
             raise
         with self._lock:
-            outputs = [request.output for request in requests]
-            self._finished = [each for each in self._finished if each not in outputs]
+            outputs = [request.output for request in requests if request.output is not None]
+            own = set(map(id, outputs))
+            self._finished = [each for each in self._finished if id(each) not in own]
         return outputs
 
     # --- as they come -----------------------------------------------------------------------
@@ -317,6 +321,7 @@ class Engine:
                 swapped_bytes=core.swap.num_bytes,
                 num_graphs=runner.num_captures,
                 num_replays=runner.num_replays,
+                capture_seconds=runner.capture_seconds,
                 eager_steps=dict(runner.eager_steps),
                 pool=self._pool.stats(),
             )
@@ -401,9 +406,8 @@ class Engine:
         logprobs, sampled = None, flight.sampled
         if request.params.logprobs is not None:
             index = int(np.searchsorted(sampled.logprob_indices, place))
-            logprobs = token_logprobs_of(
-                flight.logprobs, index, token, request.params.logprobs
-            )
+            assert flight.logprobs is not None
+            logprobs = token_logprobs_of(flight.logprobs, index, token, request.params.logprobs)
         try:
             stop = request.take(sequence, token, logprobs)
         except Exception as error:  # a tokenizer that cannot decode fails its request alone
@@ -417,20 +421,18 @@ class Engine:
         request: Request = sequence.owner
         if sequence is not request.sequences[0]:
             return  # all completions have the same prompt
-        tokens = request.prompt_ids[first : first + len(logprobs.chosen)]
+        tokens, k = request.prompt_ids[first : first + len(logprobs.chosen)], request.prompt_k
         request.take_prompt_logprobs(
-            [
-                token_logprobs_of(logprobs, place, token, request.params.prompt_logprobs)
-                for place, token in enumerate(tokens)
-            ]
+            [token_logprobs_of(logprobs, place, token, k) for place, token in enumerate(tokens)]
         )
 
-    def on_finish(self, sequence: Sequence, reason: str, cause: Any) -> None:
+    def on_finish(self, sequence: Sequence, reason: FinishReason, cause: Any) -> None:
         """A completion has ended."""
         request: Request = sequence.owner
         self._num_cached += sequence.num_cached
         if request.end(sequence, reason, cause):
             del self._requests[request.id]
+            assert request.output is not None
             self._finished.append(request.output)
             self._num_finished += 1
 
@@ -508,7 +510,8 @@ class Engine:
         return text
 
     def _new_detokenizer(self, params: SamplingParams) -> Detokenizer:
-        return Detokenizer(self._tokenizer, stop=params.stop)
+        assert self._tokenizer is not None
+        return Detokenizer(self._tokenizer, stop=tuple(params.stop))
 
     def _submit(self, request: Request, priority: int) -> None:
         params = request.params
@@ -605,9 +608,15 @@ def _served(model: PreTrainedModel) -> Iterator[None]:
                 module.training = True
 
 
-def _eos_ids(
-    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None
-) -> tuple[int, ...]:
+def _listed(prompts: Prompt | SequenceOf[Prompt]) -> list[Prompt]:
+    """One prompt, or several, as a list."""
+    if isinstance(prompts, str):
+        return [prompts]
+    several = [each for each in prompts if not isinstance(each, int)]
+    return several if len(several) == len(prompts) else [[*prompts]]
+
+
+def _eos_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None) -> tuple[int, ...]:
     """The tokens that end a text, as `generate` has them, or else the tokenizer."""
     ids = getattr(model.generation_config, "eos_token_id", None)
     if ids is None and tokenizer is not None:

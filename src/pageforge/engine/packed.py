@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from pageforge import ops
@@ -26,7 +25,7 @@ class PackedInputs:
     or None where each row has one query, which then is token `t` of row `t`.
     """
 
-    starts = None
+    starts: Tensor | None = None
 
     def __init__(
         self,
@@ -36,7 +35,7 @@ class PackedInputs:
         positions: Tensor,
         seq_lens: Tensor,
         cu_query_lens: Tensor,
-        page_tables: Sequence[Tensor],  # [S, M] int32 each
+        page_tables: list[Tensor],  # [S, M] int32 each
         slots: Sequence[Tensor] | None,
         max_query_len: int,
     ):
@@ -121,8 +120,8 @@ class PackedCache(StepCache):
         **options: Any,
     ) -> Tensor:  # [1, T, Hq, Dv]
         """Attend to a layer whose tokens were written before: some models share K/V of layers."""
-        *pages, page_table, shared = self._inputs_of(layer, window)
-        return self._attend(_by_token(query), *pages, page_table, shared, options).unsqueeze(0)
+        inputs = self._inputs_of(layer, window)
+        return self._attend(_by_token(query), *inputs, options).unsqueeze(0)
 
     def _attend(
         self,
@@ -150,5 +149,3 @@ def _by_token(states: Tensor) -> Tensor:
     """`[1, H, T, D]` as `[T, H, D]`, dense in the last dim."""
     states = states.squeeze(0).transpose(0, 1)
     return states if states.stride(-1) == 1 else states.contiguous()
-
-

@@ -10,6 +10,7 @@ from typing import Any
 from pageforge.engine.logprobs import Logprobs
 from pageforge.engine.outputs import (
     Completion,
+    FinishReason,
     Logprob,
     RequestOutput,
     StreamChunk,
@@ -76,6 +77,11 @@ class Request:
         params = self.params
         return self.streams or bool(params.stop) or params.logprobs is not None
 
+    @property
+    def prompt_k(self) -> int:
+        """How many top tokens are wanted at each of the prompt."""
+        return self.params.prompt_logprobs or 0
+
     def add(self, sequence: Sequence) -> None:
         """One of the completions."""
         has_text = self.streams or self.params.stop
@@ -115,7 +121,7 @@ class Request:
         """Of the next prompt tokens."""
         self._prompt_logprobs += logprobs
 
-    def end(self, sequence: Sequence, reason: str, cause: Any) -> bool:
+    def end(self, sequence: Sequence, reason: FinishReason, cause: Any) -> bool:
         """A completion has ended; whether it was the last one."""
         branch = self._branch(sequence)
         token_ids = sequence.tokens[sequence.num_prompt :].tolist()
@@ -136,18 +142,19 @@ class Request:
         wants = self.params.logprobs is not None
         branch.completion = Completion(
             index=self._branches.index(branch),
-            token_ids=tuple(token_ids),
+            token_ids=token_ids,
             text=text,
             finish_reason=reason,
             stop=stop,
-            logprobs=tuple(branch.logprobs[: len(token_ids)]) if wants else None,
+            logprobs=branch.logprobs[: len(token_ids)] if wants else None,
             error=error,
         )
         if self.streams:
             self._show(branch, rest, [], reason)
-        if any(each.completion is None for each in self._branches):
+        done = [each.completion for each in self._branches if each.completion is not None]
+        if len(done) < len(self._branches):
             return False
-        self.output = self._make_output()
+        self.output = self._make_output(done)
         return True
 
     # --- inside -----------------------------------------------------------------------------
@@ -156,7 +163,7 @@ class Request:
         return next(each for each in self._branches if each.sequence is sequence)
 
     def _show(
-        self, branch: _Branch, text: str, tokens: list[int], reason: str | None = None
+        self, branch: _Branch, text: str, tokens: list[int], reason: FinishReason | None = None
     ) -> None:
         logprobs = branch.logprobs[branch.num_shown : branch.num_shown + len(tokens)]
         branch.num_shown += len(tokens)
@@ -165,25 +172,26 @@ class Request:
                 request_id=self.id,
                 index=self._branches.index(branch),
                 text=text if branch.detokenizer is not None else None,
-                token_ids=tuple(tokens),
+                token_ids=tokens,
                 finish_reason=reason,
-                logprobs=tuple(logprobs) if self.params.logprobs is not None else None,
+                logprobs=logprobs if self.params.logprobs is not None else None,
             )
         )
 
-    def _make_output(self) -> RequestOutput:
+    def _make_output(self, completions: list[Completion]) -> RequestOutput:
         now = time.monotonic()
-        completions = [branch.completion for branch in self._branches]
         wants = self.params.prompt_logprobs is not None
         return RequestOutput(
             request_id=self.id,
             prompt=self.prompt,
-            prompt_token_ids=tuple(self.prompt_ids),
+            prompt_token_ids=self.prompt_ids,
             outputs=completions,
             prompt_logprobs=self._prompt_logprobs if wants else None,
             timings=Timings(
-                queued=None if self._scheduled is None else self._scheduled - self._arrived,
-                first_token=None if self._first_token is None else self._first_token - self._arrived,
+                queued=_since(self._arrived, self._scheduled),
+                first_token=None
+                if self._first_token is None
+                else self._first_token - self._arrived,
                 total=now - self._arrived,
                 num_tokens=max(len(each.token_ids) for each in completions),
             ),
@@ -191,8 +199,12 @@ class Request:
         )
 
 
+def _since(begin: float, end: float | None) -> float | None:
+    return None if end is None else end - begin
+
+
 def token_logprobs_of(logprobs: Logprobs, place: int, token: int, k: int) -> TokenLogprobs:
     """One token's, off the device."""
     ids, values = logprobs.top_ids[place, :k].tolist(), logprobs.top[place, :k].tolist()
-    top = tuple(Logprob(token_id, value) for token_id, value in zip(ids, values, strict=True))
-    return TokenLogprobs(token, float(logprobs.chosen[place]), top)
+    top = tuple(map(Logprob, ids, values))
+    return TokenLogprobs(Logprob(token, float(logprobs.chosen[place])), top)

@@ -7,7 +7,9 @@ what the last one gave.
 
 from __future__ import annotations
 
+import functools
 import inspect
+import time
 from collections import Counter
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -28,6 +30,7 @@ from pageforge.geometry import pages_for
 from pageforge.graphs import CapturedStep, GraphMemory, bucket
 from pageforge.hf.decode_step import AGREEMENT
 from pageforge.hf.fast_decode import MAX_TOKENS, MOVING_ROPE
+from pageforge.hf.step_cache import STEP_ARGUMENT
 from pageforge.model_state import ModelState, hooks_on
 from pageforge.pool import PagePool
 from pageforge.probe import cache_argument, learned_positions
@@ -37,11 +40,11 @@ logger = logging.get_logger(__name__)
 BUFFERS = 2
 """Host buffers of a step's numbers: one is read by the step in flight while the next is filled."""
 
-WORTHWHILE = 3
+WORTHWHILE = 2
 """Steps of one padded size after which a mixed step is captured: a capture costs three of them."""
 
-MOST_GRAPH_TOKENS = 2048
-"""Steps of more tokens keep the device busy for longer than the host needs to launch them."""
+TRIED = (24, 9)
+"""Tokens of the sequences that a model is tried on: more than a page, and less."""
 
 RECOMPILES = 64
 """Variants of one forward that torch.compile may keep: one for each padded size."""
@@ -89,8 +92,11 @@ class Runner:
         """Steps that ran eagerly, by reason."""
         self.num_replays = 0
         self.num_captures = 0
+        self.capture_seconds = 0.0
+        """Spent on captures, compiling included."""
         self._model = model
         self._pool = pool
+        self._most = max_batch_tokens
         self._compile = compile
         self._allow_hooks = allow_hooks
         self._device = torch.device(pool.geometry.groups[0].shape.device)
@@ -107,14 +113,15 @@ class Runner:
                 torch.zeros(max_running, width, dtype=torch.int32, device=self._device)
                 for _ in groups
             ]
-            most = StepShape(max_batch_tokens, max_running, max_batch_tokens, False)
-            size = sum(_sizes(most, len(groups)))
+            most = max(max_batch_tokens, max_running)
+            size = sum(_sizes(StepShape(most, max_running, most, False), len(groups)))
             self._buffer = torch.zeros(size, dtype=torch.uint8, device=self._device)
             pinned = self._device.type == "cuda"
             self._host = [
                 torch.zeros(size, dtype=torch.uint8, pin_memory=pinned) for _ in range(BUFFERS)
             ]
         self.host_tables = [np.zeros((max_running, width), np.int32) for _ in groups]
+        self._changed: list[list[tuple[int, int]]] = [[] for _ in groups]  # of the flat tables
         self._turn = 0
         self._inputs: dict[StepShape, tuple[PackedInputs, Tensor]] = {}
         self._graphs: dict[StepShape, CapturedStep | str] = {}
@@ -129,55 +136,68 @@ class Runner:
 
         So no model is served wrongly in which tokens meet by other ways than attention.
         """
-        name = type(self._model).__name__
-        size = self._pool.geometry.page_size
-        tables = [self._pool.new_table(), self._pool.new_table()]
-        prompts = [[1, 2, 3], [4, 5]]
+        name, size = type(self._model).__name__, self._pool.geometry.page_size
+        vocabulary = self._model.config.get_text_config().vocab_size
+        lengths = [min(length, self.host_tables[0].shape[1] * size // 2) for length in TRIED]
+        prompts = [[(7 * i + 1) % vocabulary for i in range(length)] for length in lengths]
+        rows = Rows(len(prompts))
+        tables = [self._pool.new_table() for _ in prompts]
         try:
-            self._pool.append(tables, size)
-            rows = Rows(len(tables))
             for row, (table, prompt) in enumerate(zip(tables, prompts, strict=True)):
+                self._pool.append([table], len(prompt))
                 sequence = Sequence(np.array(prompt, np.int32), SamplingParams(max_tokens=1), row)
-                rows.put(sequence, row, size)
+                rows.put(sequence, row, len(prompt))
                 for group in range(len(self._page_tables)):
-                    self.set_pages([(group, row, 0, table.pages(group))])
-            together = self.launch(rows, rows.wanted, None).logits[:2]
+                    self.set_pages(group, row, 0, table.pages(group))
+            prefill = rows.wanted - 1
+            self.launch(rows, prefill, None)
+            rows.computed += prefill
+            together = self.launch(rows, rows.wanted, None).logits[: len(prompts)]
             for row, prompt in enumerate(prompts):
                 tokens = torch.tensor([prompt], device=self._device)
                 alone = self._model(input_ids=tokens, use_cache=False).logits[0, -1]
                 error = (together[row].float() - alone.float()).norm()
                 if not error <= AGREEMENT[alone.dtype] * alone.float().norm():
                     raise UnsupportedModel(
-                        f"{name}: expected the same logits of a sequence alone and beside another, "
-                        f"got {float(error):.3g} between them; use model.generate"
+                        f"the logits of a sequence alone and beside another differ by {error:.3g}"
                     )
-        except UnsupportedModel:
+        except torch.OutOfMemoryError:
             raise
         except Exception as error:
-            raise UnsupportedModel(f"{name}: packed sequences do not run: {error}") from error
+            raise UnsupportedModel(
+                f"{name}: sequences cannot be packed: {error}; use model.generate with a "
+                f"PagedKVCache"
+            ) from error
         finally:
             self._pool.release(tables)
         self.vocab_size = together.shape[1]
 
     # --- page tables ------------------------------------------------------------------------
 
-    def set_pages(self, entries: list[tuple[int, int, int, list[int]]]) -> None:
-        """Page table entries `(group, row, first logical page, page ids)`, on host and device."""
-        for group, table in enumerate(self._page_tables):
-            places, values = [], []
-            for of_group, row, first, ids in entries:
-                if of_group == group and ids:
-                    self.host_tables[group][row, first : first + len(ids)] = ids
-                    start = row * table.shape[1] + first
-                    places.append(np.arange(start, start + len(ids)))
-                    values.append(ids)
-            if places:
-                where = to_device(np.concatenate(places), self._device)
-                pages = to_device(np.concatenate(values).astype(np.int32), self._device)
-                table.view(-1).index_copy_(0, where, pages)
+    def set_pages(self, group: int, row: int, first: int, page_ids: list[int]) -> None:
+        """`page_ids`: a row's pages from logical page `first` on. The next step knows them."""
+        table = self.host_tables[group]
+        table[row, first : first + len(page_ids)] = page_ids
+        start = row * table.shape[1] + first
+        self._changed[group].append((start, start + len(page_ids)))
+
+    def _send_pages(self) -> None:
+        """Bring the device's page tables up to date: one copy a group, however many rows grew."""
+        for group, changed in enumerate(self._changed):
+            if not changed:
+                continue
+            host = self.host_tables[group].reshape(-1)
+            starts, stops = np.array(changed).T
+            counts = stops - starts
+            ends = np.cumsum(counts)
+            places = np.arange(ends[-1]) + np.repeat(starts - (ends - counts), counts)
+            both = to_device(np.stack([places, host[places]]), self._device)
+            self._page_tables[group].view(-1).index_copy_(0, both[0], both[1].int())
+            changed.clear()
 
     def move_row(self, source: int, target: int) -> None:
         """Row `target` takes over what row `source` has."""
+        self._send_pages()
         self.last_tokens[target] = self.last_tokens[source]
         for host, table in zip(self.host_tables, self._page_tables, strict=True):
             host[target] = host[source]
@@ -192,6 +212,7 @@ class Runner:
 
         `asking`: rows for whose prompts all logits are wanted, where there are such.
         """
+        self._send_pages()
         end = int(np.flatnonzero(counts)[-1]) + 1
         counts = counts[:end]
         known = rows.length[:end] + rows.pending[:end]
@@ -218,7 +239,7 @@ class Runner:
         self, rows: Rows, counts: npt.NDArray[np.int32]
     ) -> tuple[StepShape, list[npt.NDArray[Any]]]:
         end = len(counts)
-        padded = min(bucket(end), len(rows)) if self._uses_graphs else end
+        padded = min(self._rounded(end), len(rows)) if self._uses_graphs else end
         shape = StepShape(padded, padded, padded, True)
         active = counts > 0
         computed = rows.computed[:end]
@@ -233,7 +254,7 @@ class Runner:
         lengths = np.zeros(padded, np.int32)
         lengths[:end] = np.where(active, computed + 1, 0)
         bounds = np.arange(padded + 1, dtype=np.int32)
-        arrays = [tokens, positions, np.arange(padded), lengths, bounds]
+        arrays: list[npt.NDArray[Any]] = [tokens, positions, np.arange(padded), lengths, bounds]
         return shape, arrays
 
     def _mixed_arrays(
@@ -277,12 +298,16 @@ class Runner:
                 spans.append((row, first, start, start + count))
         arrays = [tokens, positions, *slots, wanted, lengths, bounds]
         shape = StepShape(total, end, len(wanted), False)
-        padded = StepShape(bucket(total), min(bucket(end), len(rows)), 0, False)
-        padded = padded._replace(logits=padded.rows)
-        if self._uses_graphs and asking is None and padded.tokens <= MOST_GRAPH_TOKENS:
-            arrays = _padded(arrays, shape, padded)
-            shape = padded
+        if self._uses_graphs and asking is None:
+            # As many rows as there can be: those without queries cost hardly anything, and there
+            # are fewer sizes to capture.
+            padded = StepShape(min(bucket(total), self._most), len(rows), len(rows), False)
+            arrays, shape = _padded(arrays, shape, padded), padded
         return shape, arrays, places, spans
+
+    def _rounded(self, num_rows: int) -> int:
+        """Rows to capture a step of decoding for: where each takes a compilation, fewer sizes."""
+        return 1 << (num_rows - 1).bit_length() if self._compile else bucket(num_rows)
 
     @property
     def _uses_graphs(self) -> bool:
@@ -341,6 +366,27 @@ class Runner:
         return logits
 
     def _forward(self, inputs: PackedInputs, logit_places: Tensor | None) -> Tensor:  # [R, V]
+        arguments = self._arguments(inputs, logit_places)
+        cache = PackedCache(inputs)
+        outputs = self._model(**arguments, **{self._cache_name: cache})
+        cache.check_written()
+        if cache.is_regular:
+            self._windows = cache.windows
+        return self._logits(outputs, logit_places)
+
+    def _forward_compiled(self, inputs: PackedInputs) -> Tensor:  # [S, V]
+        """The same through torch.compile, which traces no lazy K/V: attention gets the cache."""
+        assert self._compiled is not None and self._windows is not None
+        arguments = self._arguments(inputs, None)
+        cache = PackedCache(inputs, self._windows)
+        for layer, window in self._windows.items():
+            inputs.plan(cache.group_of[layer], window)
+        with torch._dynamo.config.patch(recompile_limit=RECOMPILES):
+            outputs = self._compiled(**arguments, **{self._cache_name: cache, STEP_ARGUMENT: cache})
+        return self._logits(outputs, None)
+
+    def _arguments(self, inputs: PackedInputs, logit_places: Tensor | None) -> dict[str, Any]:
+        """What a forward is given, the cache apart."""
         inputs.begin()
         tokens = inputs.tokens
         # Negative: the last token of a row, which only the device may know yet.
@@ -353,13 +399,11 @@ class Runner:
         }
         if logit_places is not None and self._takes_rows:
             arguments["logits_to_keep"] = logit_places
-        cache = PackedCache(inputs)
-        outputs = self._model(**arguments, **{self._cache_name: cache})
-        cache.check_written()
+        return arguments
+
+    def _logits(self, outputs: Any, logit_places: Tensor | None) -> Tensor:  # [R, V]
         logits: Tensor = outputs.logits[0]
-        if logit_places is not None and not self._takes_rows:
-            logits = logits[logit_places]
-        return logits
+        return logits if logit_places is None or self._takes_rows else logits[logit_places]
 
     # --- graphs -----------------------------------------------------------------------------
 
@@ -397,8 +441,10 @@ class Runner:
     def _capture(
         self, shape: StepShape, inputs: PackedInputs, forward: Callable[[], Tensor]
     ) -> CapturedStep | str:
-        """A captured step, or why there can be none. What it runs meanwhile does no harm: the
-        same tokens are written to the same places."""
+        """A captured step, or why there can be none.
+
+        What it runs meanwhile does no harm: the same tokens are written to the same places.
+        """
         if not self._allow_hooks and (reason := hooks_on(self._model)) is not None:
             return reason
         if self._memory is None:
@@ -407,7 +453,10 @@ class Runner:
         state = ModelState(self._model)
         before = inputs.max_query_len
         inputs.max_query_len = 1 if shape.decodes else shape.tokens
+        began = time.perf_counter()
         try:
+            if self._compile and shape.decodes:
+                forward = self._compiled_step(inputs, forward)
             step = CapturedStep(forward, self._memory)
         except torch.cuda.OutOfMemoryError:
             return "there is not enough memory to capture a step"
@@ -420,7 +469,20 @@ class Runner:
             return f"{change} in each forward"
         self._state = self._state or state
         self.num_captures += 1
+        self.capture_seconds += time.perf_counter() - began
         return step
+
+    def _compiled_step(
+        self, inputs: PackedInputs, forward: Callable[[], Tensor]
+    ) -> Callable[[], Tensor]:
+        """`forward` compiled, the windows of its layers being known from an eager run."""
+        if self._windows is None:
+            forward()
+        if self._windows is None:
+            raise UnsupportedModel("compile: expected each layer to attend to its own K/V")
+        if self._compiled is None:
+            self._compiled = torch.compile(self._model.forward, dynamic=False)
+        return functools.partial(self._forward_compiled, inputs)
 
 
 def _padded(
@@ -450,8 +512,8 @@ def check_model(model: PreTrainedModel) -> None:
     """Raise UnsupportedModel for a model of which it shows at once that it cannot be served."""
     if not isinstance(model, PreTrainedModel):
         raise UnsupportedModel(
-            f"model: expected a transformers PreTrainedModel, got {type(model).__name__}; of a PEFT "
-            f"model pass get_base_model(), whose adapters are in it"
+            f"model: expected a transformers PreTrainedModel, got {type(model).__name__}; of a "
+            f"PEFT model pass get_base_model(), whose adapters are in it"
         )
     name = type(model).__name__
     if model.config.is_encoder_decoder:

@@ -25,6 +25,7 @@ MAX_TOPK = 1024
 """Up to so many candidates are found by `topk`; beyond, sorting the whole row is as fast."""
 
 Rows = npt.NDArray[np.int64]
+Tokens = Sequence[int] | npt.NDArray[np.int32]
 Mask = npt.NDArray[np.bool_]
 Index = Tensor | slice  # of rows: int64 on the device, or all of them
 
@@ -105,8 +106,8 @@ class Sampler:
         row: int,
         params: SamplingParams,
         *,
-        prompt_tokens: Sequence[int],
-        output_tokens: Sequence[int] = (),
+        prompt_tokens: Tokens,
+        output_tokens: Tokens = (),
         eos_ids: Sequence[int] = (),
     ) -> None:
         """A sequence takes `row`; one that was preempted comes back with its output so far.
@@ -178,7 +179,12 @@ class Sampler:
         uniform: `[R]` float32 on the device, of `draw.uniforms`.
         num_generated: `[R]` int64 on the host, each row's tokens before this one.
         generated: Row -> its tokens before this one; called for rows with logits processors.
+
+        Raises ShapeError for logits of another shape. What a logits processor raises is returned.
         """
+        if logits.shape != (len(rows), self.vocab_size):
+            want, got = [len(rows), self.vocab_size], list(logits.shape)
+            raise ShapeError(expected("logits", want, got, "pass one line for each of rows"))
         plan = self._plan_for(rows, num_generated < self._rows["min_tokens"][rows])
         tokens, bad, logprobs = [], [], []
         errors: dict[int, Exception] = {}
@@ -186,13 +192,12 @@ class Sampler:
             given = logits[part.rows]
             changed = given
             if part.changes_logits:
-                changed = given.to(torch.float32, copy=True)
+                changed = given.to(torch.float32, copy=True, memory_format=torch.contiguous_format)
                 failed = self._change(changed, part, generated)
                 errors |= {part.rows.start + index: error for index, error in failed.items()}
-            top, best = changed.max(-1)  # of equal ones the first; NaN beats all
-            chosen = best.clone() if part.draws else best
+            top, chosen = changed.max(-1)  # of equal ones the first; NaN beats all
             for draw in part.draws:
-                chosen[draw.rows] = draw.tokens(changed, top, best, uniform[part.rows])
+                chosen[draw.rows] = draw.tokens(changed, top, chosen, uniform[part.rows])
             if part.penalties is not None:
                 self._counts.add(part.penalties.slots, chosen[part.penalties.rows])
             if part.logprob_rows is not None:
@@ -247,20 +252,17 @@ class Sampler:
     def _new_plan(self, rows: Rows, held: Mask) -> _Plan:
         values = self._rows[rows]
         asks = values["logprobs"] != NO_LOGPROBS
-        is_plain = not (
-            held.any()
-            or asks.any()
-            or values["temperature"].any()
-            or (values["slot"] != NO_SLOT).any()
-            or values["has_bias"].any()
-            or values["has_processors"].any()
-        )
-        # The top token alone takes no memory to find.
-        slices = [slice(0, len(rows))] if is_plain else row_slices(len(rows), self.vocab_size)
+        takes_memory = held | asks | values["has_bias"] | values["has_processors"]
+        takes_memory |= (values["temperature"] > 0) | (values["slot"] != NO_SLOT)
+        if takes_memory.any():
+            slices = row_slices(len(rows), self.vocab_size)
+            parts = [self._new_part(part, rows[part], held[part]) for part in slices]
+        else:  # the top tokens are all that is asked for
+            parts = [_Part(slice(0, len(rows)))]
         return _Plan(
             rows,
             held,
-            [self._new_part(part, rows[part], held[part]) for part in slices],
+            parts,
             num_logprobs=int(values["logprobs"].max(initial=0)),
             logprob_indices=np.flatnonzero(asks),
         )
@@ -398,12 +400,12 @@ class _Part:
     """
 
     rows: slice
-    penalties: Penalties | None
-    bias: tuple[Tensor, Tensor] | None
-    banned: Tensor | None
-    processors: list[tuple[int, int, tuple[LogitsProcessor, ...]]]
-    draws: list[_Draw]
-    logprob_rows: Index | None
+    penalties: Penalties | None = None
+    bias: tuple[Tensor, Tensor] | None = None
+    banned: Tensor | None = None
+    processors: Sequence[tuple[int, int, tuple[LogitsProcessor, ...]]] = ()
+    draws: Sequence[_Draw] = ()
+    logprob_rows: Index | None = None
 
     @property
     def changes_logits(self) -> bool:
@@ -426,7 +428,7 @@ class _Draw:
     min_p: Tensor | None
 
     def tokens(self, logits: Tensor, top: Tensor, best: Tensor, uniform: Tensor) -> Tensor:
-        """`[N]` int64, given the part's logits `[R, V]`, their tops and where those are."""
+        """`[N]` int64, given the part's logits `[R, V]`, the highest of each row and its token."""
         scores = scaled(logits[self.rows], top[self.rows], self.temperature)
         if self.top_k is not None:
             scores = top_scores(scores, self.num_candidates, self.top_k, self.top_p)

@@ -90,9 +90,7 @@ def plan(rows: Rows, waiting: list[Sequence], limits: Limits, pages: Pages) -> P
     return Plan(counts, dropped=holders, admitted=admitted)
 
 
-def _share(
-    rows: Rows, wanted: npt.NDArray[np.int32], max_tokens: int
-) -> npt.NDArray[np.int32]:
+def _share(rows: Rows, wanted: npt.NDArray[np.int32], max_tokens: int) -> npt.NDArray[np.int32]:
     """Share `max_tokens` out among rows: those that want one token first, then by rank."""
     if int(wanted.sum()) <= max_tokens:
         return wanted
@@ -139,10 +137,10 @@ def _make_room(
     for row in reversed(younger):
         if missing <= 0:
             break
-        sequence = rows.sequences[row]
+        sequence = rows.at(row)
         preempted.append(sequence)
-        missing -= int(needed[row]) + pages.reclaimable(sequence.table)
-    stuck = None if dropped or preempted else rows.sequences[oldest]
+        missing -= int(needed[row]) + pages.reclaimable(sequence.pages)
+    stuck = None if dropped or preempted else rows.at(oldest)
     return Plan(nobody, dropped, preempted, stuck=stuck)
 
 
@@ -202,7 +200,7 @@ def _first_uncomputed_pages(
     return {
         _page_after(rows.tokens[row, : rows.length[row]], int(rows.computed[row]), page_size)
         for row in np.flatnonzero(counts > 1).tolist()
-        if rows.sequences[row].shares
+        if rows.at(row).shares
     }
 
 

@@ -109,6 +109,18 @@ class Sequence:
         """Tokens whose K/V can and shall be computed now."""
         return min(self.num_known, self.most_computed)
 
+    @property
+    def findable(self) -> list[int]:
+        """The tokens whose pages others may have: all but the last one that it computes."""
+        tokens: list[int] = self.tokens[: self.goal - 1].tolist()
+        return tokens
+
+    @property
+    def pages(self) -> PageTable:
+        """Its page table; one that runs has one."""
+        assert self.table is not None
+        return self.table
+
     def __repr__(self) -> str:
         return f"Sequence(rank={self.rank}, row={self.row}, tokens={len(self.tokens)})"
 
@@ -157,6 +169,12 @@ class Rows:
             return None
         return self.sequences.index(None)
 
+    def at(self, row: int) -> Sequence:
+        """The sequence of a row that has one."""
+        sequence = self.sequences[row]
+        assert sequence is not None
+        return sequence
+
     def put(self, sequence: Sequence, row: int, room: int) -> None:
         """Give `sequence` a row; its pages have room for `room` tokens."""
         assert self.sequences[row] is None and sequence.row < 0
@@ -191,7 +209,7 @@ class Rows:
 
     def move(self, source: int, target: int) -> None:
         """The sequence of row `source` takes row `target`, which is free."""
-        sequence = self.sequences[source]
+        sequence = self.at(source)
         room = int(self.room[source])
         self.take(sequence)
         self.put(sequence, target, room)

@@ -15,11 +15,8 @@ UNKNOWN = "\ufffd"
 BYTE_PIECE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 """A byte-fallback token of sentencepiece-like vocabularies: one byte of UTF-8."""
 
-LONGEST_CHARACTER = 4
-"""Bytes of UTF-8."""
-
 WINDOW = 8
-"""Ids that are decoded with each new one; more where they hold hardly any text."""
+"""Ids that are decoded with each new one: half of them hold a character's four bytes."""
 
 
 class Tokenizer(Protocol):
@@ -154,11 +151,12 @@ class Detokenizer:
     def _settle(self, text: str, length: int) -> str:
         """The window's text is now `text`: returns what is new of its first `length` characters."""
         if not text.startswith(UNKNOWN, self._settled):
-            self._end_by(self._start + self._settled)  # if one was held, it was half a character
-        whole = _whole_characters(bytes(self._run.values()))
-        for num_tokens, characters in zip(self._run, whole, strict=True):
-            self._ends[num_tokens] += characters
-        self._run.clear()
+            self._end_by(self._start + self._settled)  # one held back was but half a character
+        if self._run:
+            whole = _whole_characters(bytes(self._run.values()))
+            for num_tokens, characters in zip(self._run, whole, strict=True):
+                self._ends[num_tokens] += characters
+            self._run.clear()
         new = text[self._settled : length]
         self._text = text
         self._settled = max(self._settled, length)
@@ -172,15 +170,14 @@ class Detokenizer:
             k -= 1
 
     def _slide(self) -> None:
-        """Forget the older half of the window, if text enough remains.
+        """Forget the older half of the window.
 
         The rest may begin inside a character or a run, and its first piece may lose a space. That
-        is harmless: its first characters are settled, and never looked at again.
+        is harmless: more ids follow, of a byte or more each, than belong to one character, and
+        what stands before the last one is settled and never looked at again.
         """
         window = self._window[len(self._window) // 2 :]
         text = self._decode(window)
-        if len(text) < LONGEST_CHARACTER:
-            return
         gone = len(self._text) - len(text)
         self._window, self._text = window, text
         self._start += gone
@@ -196,13 +193,12 @@ class Detokenizer:
         ]
         if found:
             _, cut, self.stopped = min(found)
-            self._held = ""
-        else:
-            cut = self._stop_may_begin(text)
-            self._held = text[cut:]
+            end = self._shown + cut
+            self.num_tokens = next(k for k, reached in enumerate(self._ends) if reached >= end)
+            return text[:cut]
+        cut = self._stop_may_begin(text)
+        self._held = text[cut:]
         self._shown += cut
-        if found:
-            self.num_tokens = next(k for k, end in enumerate(self._ends) if end >= self._shown)
         return text[:cut]
 
     def _stop_may_begin(self, text: str) -> int:
@@ -233,8 +229,7 @@ class Detokenizer:
     def _skips(self, token_id: int) -> bool:
         """Whether decoding skips this id, as a special token."""
         return (
-            self._skip_special_tokens
-            and self._decode([token_id]) == ""
+            self._decode([token_id]) == ""
             and self._tokenizer.decode([token_id], clean_up_tokenization_spaces=False) != ""
         )
 
@@ -253,4 +248,4 @@ def _whole_characters(run: bytes) -> Iterable[int]:
     except UnicodeDecodeError:
         return range(1, len(run) + 1)  # tokenizers then make each byte U+FFFD
     # A character is whole where the next one begins.
-    return accumulate(byte & 0b1100_0000 != 0b1000_0000 for byte in (run + b".")[1:])
+    return accumulate(byte & 0b1100_0000 != 0b1000_0000 for byte in run[1:] + b".")

@@ -87,13 +87,13 @@ def _in_place(
     softcap: float | None,
     sinks: Tensor | None,
 ) -> Tensor:  # [S, T, Hq, Dv]
-    count = query.shape[2]
-    whole = tokens.is_whole and (mask.window is None or count <= mask.window)
-    if count > 1 and whole and mask.padding is None and softcap is None and sinks is None:
-        # All K/V that are seen have just come, and torch has faster kernels for that than we do.
-        return sdpa_attention_forward(
-            module, query, tokens.key, tokens.value, None, scaling=scale, is_causal=True
-        )[0]
+    if tokens.is_whole and query.shape[2] > 1:
+        whole = mask.window is None or query.shape[2] <= mask.window
+        if whole and mask.padding is None and softcap is None and sinks is None:
+            # All K/V that are seen have just come, and torch has faster kernels for that.
+            return sdpa_attention_forward(
+                module, query, tokens.key, tokens.value, None, scaling=scale, is_causal=True
+            )[0]
     return tokens.attend(
         query,
         scale=scale,
@@ -152,6 +152,8 @@ def _refusal(
         or count != step.stop - step.start
     ):
         return "the mask is made for another layer's tokens"
+    if query.device != pages.device or (sinks is not None and sinks.device != pages.device):
+        return f"queries or sinks are not on {pages.device}, where the pages are"
     if not query.dtype == tokens.key.dtype == pages.dtype:
         return f"queries are {query.dtype} and keys {tokens.key.dtype}, pages {pages.dtype}"
     if dropout:
@@ -167,8 +169,9 @@ def _refusal(
         if not (getattr(module, "is_causal", True) if causal is None else causal):
             return "attention is not causal"
     if query.is_cuda:
-        dims = pages.shape[3], tokens.value_pages.shape[3]
-        if not all(dim in HEAD_DIMS for dim in dims):
+        key_dim, value_dim = tokens.dims
+        if key_dim not in HEAD_DIMS or value_dim not in HEAD_DIMS:
+            dims = f"{key_dim} and {value_dim}"
             return f"head dims are {dims}; kernels serve {HEAD_DIMS.start} to {HEAD_DIMS.stop - 1}"
     return None
 

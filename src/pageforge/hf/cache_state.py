@@ -76,28 +76,33 @@ class CacheState:
             getattr(self.config, "is_encoder_decoder", False)
             or getattr(self.config, "add_cross_attention", False)
         )
+        # group -> what K/V that fit it and the rows looked like; layers of a group are alike
+        self._fitting: dict[int, tuple[object, ...]] = {}
         self._latest: int | None = None  # the layer updated last in this forward
         self._is_ahead = False  # whether the rows have room for one token more than they hold
 
     # --- reading and writing ----------------------------------------------------------------
 
-    def claim(self, layer: int, key: Tensor, value: Tensor) -> StepTensors:
-        """Room for K `[S, Hkv, T, Dk]` and V of new tokens of `layer`, which `store` then takes."""
+    def claim(
+        self, layer: int, key: Tensor, value: Tensor
+    ) -> tuple[StepTensors, tuple[Tensor, Tensor]]:
+        """Room for K `[S, Hkv, T, Dk]` and V of new tokens of `layer`, which `store` then takes.
+
+        Returns what ops need to know of them, and the layer's pages of K and of V.
+        """
         self.check_live()
         self.write_pending()
         if self._has_cross_attention:
             self._check_not_cross_attention(layer)
-        self.prepare(key, value)
-        assert self.pool is not None and self.batch is not None  # prepare() made them
-        group, key_pages, value_pages = self.pool.layer(layer)
-        check_fit(layer, key, value, key_pages, value_pages, casts=self.pool.casts)
         start = self.length_of(layer)
+        group, key_pages, value_pages = self._place_for(layer, start, key, value)
+        assert self.batch is not None  # made at the latest by now
         stop = start + key.shape[2]
         if stop != self.batch.length:
             self._cancel_step()
             self._grow(layer, stop)
         self._is_ahead = False
-        return self.batch.step(group, start, stop)
+        return self.batch.step(group, start, stop), (key_pages, value_pages)
 
     def store(self, layer: int, tokens: Writes, length: int, *, later: bool) -> None:
         """`layer` now has `length` tokens: write the new ones, or with `later` keep them back."""
@@ -288,6 +293,7 @@ class CacheState:
         child.__dict__.update(self.__dict__)
         child.batch = None if self.batch is None else self.batch.fork()
         child.lengths = dict(self.lengths)
+        child._fitting = {}
         child.begin_forward()
         child.num_gathers = 0
         child._has_warned = False
@@ -319,11 +325,29 @@ class CacheState:
             assert self.batch is not None
             self.batch.crop(self.batch.length - 1)
 
+    def _place_for(
+        self, layer: int, length: int, key: Tensor, value: Tensor
+    ) -> tuple[int, Tensor, Tensor]:
+        """Group and pages of a layer of `length` tokens, for new ones that are checked to fit."""
+        form = key.shape, value.shape, key.dtype, value.dtype, key.device, value.device
+        if length and not (key.requires_grad or value.requires_grad):
+            assert self.pool is not None
+            place = self.pool.layer(layer)
+            if self._fitting.get(place[0]) == form:
+                return place
+        self.prepare(key, value)
+        assert self.pool is not None
+        group, key_pages, value_pages = self.pool.layer(layer)
+        check_fit(layer, key, value, key_pages, value_pages, casts=self.pool.casts)
+        self._fitting[group] = form
+        return group, key_pages, value_pages
+
     def _change(self) -> None:
         """Tokens are about to be removed or moved: what was read of them so far is not theirs."""
         self.write_pending()
         self._cancel_step()
         self.begin_forward()
+        self._fitting.clear()  # there may be other rows after it
         self.version += 1
 
     def _geometry(self, page_size: int, key: Tensor, value: Tensor) -> KVGeometry:

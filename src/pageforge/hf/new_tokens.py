@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from pageforge import ops
@@ -43,16 +43,16 @@ class NewTokens:
         step: StepTensors,
         key: Tensor,
         value: Tensor,
+        pages: tuple[Tensor, Tensor],
     ):
-        """`oldest`: the first position that attention needs."""
-        assert state.pool is not None
+        """`oldest`: the first position that attention needs. `pages`: the layer's K and V pages."""
         self.state = state
         self.layer = layer
         self.oldest = oldest
         self.step = step
         self.key = key
         self.value = value
-        _, self.key_pages, self.value_pages = state.pool.layer(layer)
+        self.key_pages, self.value_pages = pages
         self._version = state.version
         self._dense: tuple[Tensor, Tensor] | None = None
 
@@ -65,6 +65,12 @@ class NewTokens:
     def is_whole(self) -> bool:
         """Whether these are all tokens that the layer holds."""
         return self.step.start == 0
+
+    @property
+    def dims(self) -> tuple[int, int]:
+        """Of K's and V's heads."""
+        shape = self.step.shape
+        return shape.key_dim, shape.value_dim
 
     def write(self) -> None:
         """Write the new tokens to their pages."""
@@ -108,17 +114,18 @@ class NewTokens:
         is_pending = state.pending is self
         if not is_pending:  # else they are current
             self._check_current()
-        plan = step.plan(self.key_pages, window, padding) if count == 1 else None
-        if plan is not None and is_pending and rows:
-            out = self._decode(query, plan, padding, scale, softcap, sinks)
+        steps = step.decode(self.key_pages, window, padding) if count == 1 and rows else None
+        if steps is not None and is_pending:
+            out = self._decode(query, steps, scale, softcap, sinks)
             state.pending = None
             return out
+        plan = None if steps is None else steps.plan
         options: dict[str, Any] = {
             "scale": scale,
             "window": window,
             "softcap": softcap,
             "sinks": sinks,
-            "starts": step.starts(padding),
+            "starts": step.starts(padding) if plan is None else plan.starts,
             "plan": plan,
         }
         if is_pending:  # on the CPU
@@ -150,8 +157,7 @@ class NewTokens:
     def _decode(
         self,
         query: Tensor,  # [S, Hq, 1, Dk]
-        plan: ops.DecodePlan,
-        padding: tuple[int, ...] | None,
+        steps: ops.DecodeSteps,
         scale: float,
         softcap: float | None,
         sinks: Tensor | None,
@@ -159,25 +165,10 @@ class NewTokens:
         """Write the one token of each row, and attend, in one launch."""
         assert self.state.pool is not None
         self.state.pool.check_open()
-        step, (rows, num_heads, _, _) = self.step, query.shape
-        size = rows, 1, num_heads, self.value.shape[3]
-        out = torch.empty(size, dtype=query.dtype, device=query.device)
-        layer = (
-            _dense_last(query),
-            self.key_pages,
-            self.value_pages,
-            _dense_last(self.key),
-            _dense_last(self.value),
-            sinks,
-            out,
-        )
-        kind = plan.purpose.window, padding, scale, softcap
-        launch = step.launches.get(kind)
-        if launch is None or not launch(*layer):
-            tables = step.page_table, plan.table, plan.max_pieces
-            launch = ops.DecodeLaunch(*layer, *tables, scale=scale, softcap=softcap)
-            step.launches[kind] = launch
-            launch(*layer)
+        rows, num_heads, _, _ = query.shape
+        out = query.new_empty((rows, 1, num_heads, self.step.shape.value_dim))
+        pages = self.key_pages, self.value_pages
+        steps.attend(query, *pages, self.key, self.value, sinks, out, scale, softcap)
         return out
 
     def _check_current(self) -> None:
@@ -193,17 +184,24 @@ class NewTokens:
 class LazyKV(LazyTensor):
     """What `update` returns under pageforge attention: all K or all V of a layer, not gathered."""
 
-    def __init__(
-        self,
-        shape: object,
-        dtype: object,
-        device: object,
-        strides: object,
+    tokens: NewTokens
+    is_value: bool
+
+    @staticmethod
+    def of(
         tokens: NewTokens,
+        new: Tensor,
         is_value: bool,
-    ):
-        self.tokens = tokens
-        self.is_value = is_value
+        shape: Sequence[int],
+        strides: Sequence[int] | None,
+    ) -> LazyKV:
+        """The K or V of which `new` is the newest; without `__init__`, for two a layer are made."""
+        made: LazyKV = Tensor._make_wrapper_subclass(
+            LazyKV, shape, strides, dtype=new.dtype, device=new.device
+        )
+        made.tokens = tokens
+        made.is_value = is_value
+        return made
 
     def _make(self) -> Tensor:
         return self.tokens.dense()[self.is_value]
@@ -211,25 +209,25 @@ class LazyKV(LazyTensor):
 
 def lazy_kv(tokens: NewTokens) -> tuple[LazyKV, LazyKV]:
     """K and V that `tokens.dense()` would give, lazily."""
-    key, value = tokens.key, tokens.value
-    shape, strides = value_shape, value_strides = _dense_layout(tokens, key)
-    if value.shape[3] != key.shape[3]:
-        value_shape, value_strides = _dense_layout(tokens, value)
+    key_dim, value_dim = tokens.dims
+    layout = value_layout = _dense_layout(tokens, key_dim)
+    if value_dim != key_dim:
+        value_layout = _dense_layout(tokens, value_dim)
     return (
-        LazyKV(shape, key.dtype, key.device, strides, tokens, False),
-        LazyKV(value_shape, value.dtype, value.device, value_strides, tokens, True),
+        LazyKV.of(tokens, tokens.key, False, *layout),
+        LazyKV.of(tokens, tokens.value, True, *value_layout),
     )
 
 
-def _dense_layout(tokens: NewTokens, new: Tensor) -> tuple[tuple[int, ...], tuple[int, ...] | None]:
-    """Shape and strides of what `tokens.dense()` would give, `new` being the newest of it."""
-    rows, heads, _, dim = new.shape
-    step, strides = tokens.step, None
+def _dense_layout(tokens: NewTokens, dim: int) -> tuple[tuple[int, ...], tuple[int, ...] | None]:
+    """Shape and strides of what `tokens.dense()` would give, of heads of `dim` elements."""
+    step, oldest = tokens.step, tokens.oldest
+    rows, heads, strides = tokens.key.shape[0], step.shape.num_kv_heads, None
     if step.start:  # whole pages are gathered
-        size = tokens.key_pages.shape[2]
-        room = (pages_for(step.stop, size) - tokens.oldest // size) * size
+        size = step.page_size
+        room = (pages_for(step.stop, size) - oldest // size) * size
         strides = (heads * room * dim, room * dim, dim, 1)
-    return (rows, heads, step.stop - tokens.oldest, dim), strides
+    return (rows, heads, step.stop - oldest, dim), strides
 
 
 def tokens_of(key: Tensor, value: Tensor) -> NewTokens | None:

@@ -46,9 +46,9 @@ class PagedLayer(CacheLayerMixin):
         forward under pageforge attention, else dense.
         """
         state = self._state
-        step = state.claim(self.index, key_states, value_states)
+        step, pages = state.claim(self.index, key_states, value_states)
         oldest = 0 if self.window is None else max(0, step.start - self.window + 1)
-        tokens = NewTokens(state, self.index, oldest, step, key_states, value_states)
+        tokens = NewTokens(state, self.index, oldest, step, key_states, value_states, pages)
         lazily = state.attended_length == step.stop
         later = lazily and step.stop - step.start == 1
         state.store(self.index, tokens, step.stop, later=later)

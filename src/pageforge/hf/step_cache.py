@@ -6,7 +6,7 @@ StepInputs whenever the graph runs. What would need K/V to be dense is refused.
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NamedTuple, NoReturn, Protocol
 
 import torch
 from torch import Tensor
@@ -14,9 +14,10 @@ from transformers.cache_utils import Cache, CacheLayerMixin
 
 from pageforge import ops
 from pageforge.errors import UnsupportedModel
-from pageforge.graphs import StepInputs
+from pageforge.geometry import KVGeometry
 from pageforge.hf.new_tokens import LazyKV
 from pageforge.hf.paged_layer import KVLength
+from pageforge.ops import DecodePlan
 
 STEP_ARGUMENT = "pageforge_step"
 """The keyword argument of a model's forward by which a compiled step reaches attention."""
@@ -29,12 +30,31 @@ class Span(NamedTuple):
     stop: int
 
 
+class Inputs(Protocol):
+    """What attention reads of a step: see graphs.StepInputs."""
+
+    geometry: KVGeometry
+    seq_lens: Tensor
+    cu_query_lens: Tensor
+    page_tables: list[Tensor]
+
+    @property
+    def starts(self) -> Tensor | None:
+        """`[S]` int32: left padding."""
+
+    def layer(self, layer: int) -> tuple[Tensor, Tensor]:
+        """K and V pages of a layer."""
+
+    def plan(self, group: int, window: int | None) -> DecodePlan | None:
+        """How attention of one query a row is cut."""
+
+
 class StepCache(Cache):
     """A cache of all layers of a pool, for one decode step: one token a row, `[S, 1]`."""
 
     span = Span(start=0, stop=1)
 
-    def __init__(self, inputs: StepInputs, windows: dict[int, int | None] | None = None):
+    def __init__(self, inputs: Inputs, windows: dict[int, int | None] | None = None):
         """`windows` of the layers, once they are known: then `update` returns plain tensors.
 
         torch.compile cannot trace lazy ones; attention then gets this cache as STEP_ARGUMENT.
@@ -160,7 +180,7 @@ class _StepLayer(CacheLayerMixin):
             return key_states, value_states
         tokens: Any = StepTokens(self._cache, self._layer, key_states, value_states)
         key, value = (
-            LazyKV(states.shape, states.dtype, states.device, None, tokens, is_value)
+            LazyKV.of(tokens, states, is_value, states.shape, None)
             for states, is_value in ((key_states, False), (value_states, True))
         )
         return key, value
@@ -196,6 +216,11 @@ class StepTokens:
         self.key = key
         self.value = value
         self.key_pages, self.value_pages = cache.inputs.layer(layer)
+
+    @property
+    def dims(self) -> tuple[int, int]:
+        """Of K's and V's heads."""
+        return self.key_pages.shape[3], self.value_pages.shape[3]
 
     def dense(self) -> NoReturn:
         """There is no telling how long they would be."""

@@ -1,8 +1,15 @@
 """Tensor operations on pages. They know no sequence and no model."""
 
-from pageforge.ops.attend import HEAD_DIMS, attend, attend_with_lse, plan_decode, write_and_attend
+from pageforge.ops.attend import (
+    HEAD_DIMS,
+    attend,
+    attend_with_lse,
+    plan_decode,
+    plans,
+    write_and_attend,
+)
 from pageforge.ops.copy import copy_pages
-from pageforge.ops.decode import DecodeLaunch
+from pageforge.ops.decode_steps import DecodeSteps
 from pageforge.ops.gather import gather_kv
 from pageforge.ops.plan import DecodePlan
 from pageforge.ops.swap import swap_in, swap_out
@@ -10,13 +17,14 @@ from pageforge.ops.write import write_kv
 
 __all__ = [
     "HEAD_DIMS",
-    "DecodeLaunch",
     "DecodePlan",
+    "DecodeSteps",
     "attend",
     "attend_with_lse",
     "copy_pages",
     "gather_kv",
     "plan_decode",
+    "plans",
     "swap_in",
     "swap_out",
     "write_and_attend",

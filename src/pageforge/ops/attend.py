@@ -193,9 +193,14 @@ def plan_decode(
     It holds for these `seq_lens`; on the CPU there is nothing to plan. Raises ShapeError.
     """
     _check_rows(page_table, seq_lens, starts, window, key_pages)
-    if not (key_pages.is_cuda and kernels.AVAILABLE):
+    if not plans(key_pages):
         return None
     return _plan(seq_lens, page_table, key_pages, window, starts, None, batch_invariant)
+
+
+def plans(key_pages: Tensor) -> bool:
+    """Whether decode steps over these pages are planned: on CUDA, by a kernel."""
+    return key_pages.is_cuda and kernels.AVAILABLE
 
 
 def _parts(plan: DecodePlan | None) -> tuple[Tensor | None, int]:

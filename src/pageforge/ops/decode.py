@@ -18,7 +18,7 @@ from torch import Tensor
 from pageforge.geometry import ceil_div
 from pageforge.ops import kernels
 from pageforge.ops.kernels import LOG2E, jit, tl, triton
-from pageforge.ops.launch import Launcher, misaligned
+from pageforge.ops.launch import Launcher, addresses, misaligned
 from pageforge.ops.plan import HEADER, INVARIANT_PIECES, RUN, num_processors, tiling_for
 
 if kernels.AVAILABLE:
@@ -111,7 +111,9 @@ class DecodeLaunch:
         lse: Tensor | None = None,
         batch_invariant: bool = False,
     ):
-        self._layout = _layout(query, new_key, new_value, sinks, out)
+        layer = query, key_pages, value_pages, new_key, new_value, sinks, out
+        self._layout = _layout(query, new_key, new_value, sinks)
+        self._misaligned = misaligned(addresses(layer))
         num_rows, num_heads, device = page_table.shape[0], query.shape[1], query.device
         _, num_kv_heads, _, value_dim = value_pages.shape
         key_dim = key_pages.shape[3]
@@ -137,11 +139,12 @@ class DecodeLaunch:
             None if alibi_slopes is None else alibi_slopes.dtype,
             cu_query_lens is None,
             lse is None,
-            misaligned([query, key_pages, value_pages, new_key, new_value, out]),
+            self._misaligned,
             batch_invariant,
             merges_inside,
         )
         constants, options = _constants_for(variant, device)
+        self._is_compiled = device.type == "cuda"
         size = max_pieces * num_heads * (value_dim + 1) if merges else 0
         found = torch.empty(size, dtype=torch.float32, device=device)
         sizes = (num_rows, max_pieces * num_heads * value_dim)
@@ -153,7 +156,7 @@ class DecodeLaunch:
                 1,
                 1,
             ),
-            (query, key_pages, value_pages, new_key, new_value, sinks, out),
+            layer,
             (
                 page_table,
                 seq_lens if alibi_slopes is not None else None,
@@ -197,33 +200,28 @@ class DecodeLaunch:
 
         Returns whether they are: if not, nothing happened.
         """
-        if _layout(query, new_key, new_value, sinks, out) != self._layout:
+        if _layout(query, new_key, new_value, sinks) != self._layout:
             return False
-        self._launch(query, key_pages, value_pages, new_key, new_value, sinks, out)
+        layer: tuple[Any, ...] = query, key_pages, value_pages, new_key, new_value, sinks, out
+        pointers = addresses(layer)
+        if misaligned(pointers) != self._misaligned:
+            return False
+        if self._is_compiled:
+            layer = pointers
+        self._launch(*layer)
         if self._merge is not None:
-            self._merge(sinks, out)
+            self._merge(*layer[-2:])
         return True
 
 
 def _layout(
-    query: Tensor,
-    new_key: Tensor | None,
-    new_value: Tensor | None,
-    sinks: Tensor | None,
-    out: Tensor,
+    query: Tensor, new_key: Tensor | None, new_value: Tensor | None, sinks: Tensor | None
 ) -> tuple[Any, ...]:
     """By what layers of one group may differ."""
     new = None
     if new_key is not None and new_value is not None:
         new = new_key.stride(), new_value.stride(), new_key.dtype, new_value.dtype
-    return (
-        query.shape,
-        query.stride(),
-        query.dtype,
-        new,
-        None if sinks is None else sinks.dtype,
-        misaligned([query, new_key, new_value, out]),
-    )
+    return query.shape, query.stride(), query.dtype, new, None if sinks is None else sinks.dtype
 
 
 def _num_programs(dim: int, pages: Tensor) -> int:

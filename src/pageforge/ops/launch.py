@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 import operator
-from collections.abc import Callable, Hashable, Iterable
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -19,9 +19,17 @@ VECTOR_BYTES = 16
 """Kernels compiled for pointers that divide by this load 16 bytes at a time."""
 
 
-def misaligned(tensors: Iterable[Tensor | None]) -> tuple[bool, ...]:
-    """Which of `tensors` vectors cannot be loaded from; () where that is none, as nearly always."""
-    pointers = [0 if tensor is None else tensor.data_ptr() for tensor in tensors]
+def addresses(tensors: Iterable[Tensor | None]) -> tuple[int, ...]:
+    """Where the data of each lies; 0 for None.
+
+    Triton takes them in place of tensors, for less: of a tensor it would ask the address and then
+    CUDA whose that is. That a tensor is on the device is for the caller to know.
+    """
+    return tuple([0 if tensor is None else tensor.data_ptr() for tensor in tensors])
+
+
+def misaligned(pointers: Sequence[int]) -> tuple[bool, ...]:
+    """Which addresses vectors cannot be loaded from; () where that is none, as nearly always."""
     if functools.reduce(operator.or_, pointers) % VECTOR_BYTES == 0:
         return ()
     return tuple([pointer % VECTOR_BYTES != 0 for pointer in pointers])
@@ -48,18 +56,6 @@ class Launcher:
         self._kernel = kernel
         self._compiled: dict[Hashable, Any] = {}
 
-    def __call__(
-        self,
-        variant: Hashable,
-        device: torch.device,
-        grid: tuple[int, int, int],
-        args: tuple[Any, ...],
-        constants: dict[str, Any],
-        options: dict[str, Any],
-    ) -> None:
-        """Launch once; see `prepare`."""
-        self.prepare(variant, device, grid, args, (), constants, options)(*args)
-
     def prepare(
         self,
         variant: Hashable,
@@ -73,7 +69,8 @@ class Launcher:
         """A function of the kernel's first arguments, which launches it on the current stream.
 
         `first` are examples of them, all alike for Triton; `rest` the other arguments. The launch
-        is on `device`, be it the current one or not; the stream stays what it is now.
+        is on `device`, be it the current one or not; the stream stays what it is now. On CUDA the
+        function takes `addresses` as well as tensors.
 
         All that Triton specialises on must follow from `variant`: constants, options, dtypes,
         which arguments are None, alignment, and integers unless the kernel names them in
@@ -99,13 +96,15 @@ class Launcher:
             compiled.packed_metadata,
             *(None, None, None),
         )
-        rest = (*rest, *constants.values())
+        fixed = [arg.data_ptr() if isinstance(arg, Tensor) else arg for arg in rest]
+        fixed += constants.values()
+        index = device.index
 
-        def launch(*args: Any) -> None:
-            if torch.cuda.current_device() != device.index:
+        def launch(*args: Any, rest: tuple[Any, ...] = rest) -> None:  # it keeps `rest` alive
+            if torch.cuda.current_device() != index:
                 with torch.cuda.device(device):
-                    run(*args, *rest)
+                    run(*args, *fixed)
             else:
-                run(*args, *rest)
+                run(*args, *fixed)
 
         return launch

@@ -74,6 +74,94 @@ class DecodePlan(NamedTuple):
     starts: Tensor | None  # [S] int32, the padding that it was made with
 
 
+class Planner:
+    """Makes the plans of one step after the other in one table, which launches can be bound to.
+
+    What a step is cut into follows from the lengths of its rows, on the device; all else is worked
+    out once. A plan holds until the next one is made.
+    """
+
+    def __init__(
+        self,
+        num_rows: int,
+        device: torch.device,
+        *,
+        num_kv_heads: int,
+        key_dim: int,
+        dtype: torch.dtype,
+        max_seq_len: int,
+        window: int | None = None,
+        seq_lens: Tensor | None = None,  # [S] int32; None: rows are of one length
+        starts: Tensor | None = None,  # [S] int32, tokens of left padding
+        cu_query_lens: Tensor | None = None,  # [S + 1] int32; only rows of one query are planned
+        batch_invariant: bool = False,
+    ):
+        """`max_seq_len`: what no row of the first step exceeds."""
+        tiling = tiling_for(key_dim, dtype, device)
+        slots = max(1, tiling.per_processor * num_processors(device) // num_kv_heads)
+        self._bounds = num_rows, slots, tiling.tokens, batch_invariant
+        self.max_pieces = _max_pieces(max_seq_len, *self._bounds)
+        self.starts = starts
+        self._purpose = Purpose(
+            num_rows, num_kv_heads, key_dim, dtype, max_seq_len, window, batch_invariant
+        )
+        size = HEADER + num_rows + 1 + num_rows * num_kv_heads + RUN * self.max_pieces
+        self.table = torch.empty(size, dtype=torch.int32, device=device)
+        rows = triton.next_power_of_2(max(1, num_rows))
+        variant = tiling.tokens, rows, num_kv_heads, batch_invariant
+        self._launch = _plan_launcher.prepare(
+            (*variant, seq_lens is None, starts is None, cu_query_lens is None),
+            device,
+            (1, 1, 1),
+            (0, max_seq_len),
+            (
+                seq_lens,
+                starts,
+                cu_query_lens,
+                self.table,
+                num_rows,
+                slots,
+                0 if window is None else window,
+            ),
+            {
+                "TILE": tiling.tokens,
+                "ROWS": rows,
+                "KV_HEADS": num_kv_heads,
+                "INVARIANT": batch_invariant,
+                "MOST": INVARIANT_PIECES,
+                "FEWEST": INVARIANT_TILES,
+                "CLASSES": CLASSES,
+                "HEAD": HEADER,
+                "FIELDS": RUN,
+            },
+            {"num_warps": 4},
+        )
+
+    def has_room(self, max_seq_len: int) -> bool:
+        """Whether it can plan, as one made for them would, rows of up to `max_seq_len` tokens."""
+        return _max_pieces(max_seq_len, *self._bounds) == self.max_pieces
+
+    def plan(self, max_seq_len: int, length: int = 0) -> DecodePlan:
+        """The plan of one decode step, good for every layer of one group. Launches a small kernel.
+
+        No row is longer than `max_seq_len`; one that is gets a piece from -1 to -1, and gives NaN
+        rather than attention to some of its tokens. `length`: of each row, without `seq_lens`.
+        """
+        self._launch(length, max_seq_len)
+        purpose = self._purpose._replace(max_seq_len=max_seq_len)
+        return DecodePlan(self.table, self.max_pieces, purpose, self.starts)
+
+
+def _max_pieces(
+    max_seq_len: int, num_rows: int, slots: int, tile: int, batch_invariant: bool
+) -> int:
+    """What the number of pieces of all rows cannot exceed."""
+    most = max(1, ceil_div(max_seq_len, tile))
+    if batch_invariant:
+        return num_rows * min(INVARIANT_PIECES, ceil_div(most, INVARIANT_TILES))
+    return num_rows * most if num_rows * most <= slots else num_rows + slots
+
+
 def plan_decode(
     seq_lens: Tensor,  # [S] int32
     *,
@@ -86,54 +174,23 @@ def plan_decode(
     cu_query_lens: Tensor | None = None,  # [S + 1] int32; only rows of one query are planned
     batch_invariant: bool = False,
 ) -> DecodePlan:
-    """The plan of one decode step, good for every layer of one group. Launches one small kernel.
+    """The plan of one decode step, good for every layer of one group; see `Planner.plan`.
 
-    No row is longer than `max_seq_len`, which bounds the number of pieces; one that is gets a piece
-    from -1 to -1, and gives NaN rather than attention to some of its tokens. With `batch_invariant`
-    a row's pieces depend on that row alone. S is at most 32,768.
+    With `batch_invariant` a row's pieces depend on that row alone. S is at most 32,768.
     """
-    num_rows = seq_lens.shape[0]
-    device = seq_lens.device
-    tiling = tiling_for(key_dim, dtype, device)
-    slots = max(1, tiling.per_processor * num_processors(device) // num_kv_heads)
-    most = max(1, ceil_div(max_seq_len, tiling.tokens))
-    if batch_invariant:
-        max_pieces = num_rows * min(INVARIANT_PIECES, ceil_div(most, INVARIANT_TILES))
-    else:
-        max_pieces = num_rows * most if num_rows * most <= slots else num_rows + slots
-    size = HEADER + num_rows + 1 + num_rows * num_kv_heads + RUN * max_pieces
-    table = torch.empty(size, dtype=torch.int32, device=device)
-    rows = triton.next_power_of_2(max(1, num_rows))
-    variant = tiling.tokens, rows, num_kv_heads, batch_invariant, starts is None
-    _launch_plan(
-        (*variant, cu_query_lens is None),
-        device,
-        (1, 1, 1),
-        (
-            seq_lens,
-            starts,
-            cu_query_lens,
-            table,
-            num_rows,
-            slots,
-            max_seq_len,
-            0 if window is None else window,
-        ),
-        {
-            "TILE": tiling.tokens,
-            "ROWS": rows,
-            "KV_HEADS": num_kv_heads,
-            "INVARIANT": batch_invariant,
-            "MOST": INVARIANT_PIECES,
-            "FEWEST": INVARIANT_TILES,
-            "CLASSES": CLASSES,
-            "HEAD": HEADER,
-            "FIELDS": RUN,
-        },
-        {"num_warps": 4},
-    )
-    purpose = Purpose(num_rows, num_kv_heads, key_dim, dtype, max_seq_len, window, batch_invariant)
-    return DecodePlan(table, max_pieces, purpose, starts)
+    return Planner(
+        seq_lens.shape[0],
+        seq_lens.device,
+        num_kv_heads=num_kv_heads,
+        key_dim=key_dim,
+        dtype=dtype,
+        max_seq_len=max_seq_len,
+        window=window,
+        seq_lens=seq_lens,
+        starts=starts,
+        cu_query_lens=cu_query_lens,
+        batch_invariant=batch_invariant,
+    ).plan(max_seq_len)
 
 
 @functools.cache
@@ -174,17 +231,18 @@ def num_processors(device: torch.device) -> int:
 
 
 @jit(
-    do_not_specialize=["num_rows", "slots", "max_seq_len", "window"],
+    do_not_specialize=["row_len", "max_seq_len", "num_rows", "slots", "window"],
     do_not_specialize_on_alignment=["lens_ptr", "starts_ptr", "queries_ptr"],
 )
 def _plan_kernel(
-    lens_ptr,  # [S] int32
+    row_len,  # of every row, where lens_ptr is None
+    max_seq_len,
+    lens_ptr,  # [S] int32, or None
     starts_ptr,  # [S] int32, or None
     queries_ptr,  # [S + 1] int32, or None
     table_ptr,
     num_rows,
     slots,  # pieces of a KV head that run at a time
-    max_seq_len,
     window,  # 0 = none
     TILE: tl.constexpr,
     ROWS: tl.constexpr,
@@ -198,7 +256,10 @@ def _plan_kernel(
 ):
     row = tl.arange(0, ROWS)
     real = row < num_rows
-    length = tl.load(lens_ptr + row, mask=real, other=0)
+    if lens_ptr is None:
+        length = tl.where(real, row_len, 0)
+    else:
+        length = tl.load(lens_ptr + row, mask=real, other=0)
     too_long = length > max_seq_len
     length = tl.where(too_long, 0, length)
     low = tl.zeros([ROWS], tl.int32)
@@ -277,4 +338,4 @@ def _count(tiles, size, planned):
     return tl.sum(tl.where(planned, tl.maximum(tl.cdiv(tiles, size), 1), 0), 0)
 
 
-_launch_plan = Launcher(_plan_kernel)
+_plan_launcher = Launcher(_plan_kernel)
