@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 from collections import Counter
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import pytest
@@ -23,14 +23,6 @@ from hypothesis.stateful import (
     rule,
     run_state_machine_as_test,
 )
-
-from pageforge import pool as pool_module
-from pageforge.engine.core import Core, Flight
-from pageforge.engine.params import SamplingParams
-from pageforge.engine.scheduler import Limits, least_pages
-from pageforge.engine.sequence import Sequence
-from pageforge.errors import OutOfPages, PageForgeError
-from pageforge.geometry import pages_for
 from tests.engine.fake_model import (
     VOCABULARY,
     CoreInFlight,
@@ -41,6 +33,14 @@ from tests.engine.fake_model import (
     completion,
     geometry,
 )
+
+from pageforge import pool as pool_module
+from pageforge.engine.core import Core, Flight
+from pageforge.engine.params import SamplingParams
+from pageforge.engine.scheduler import Limits, least_pages
+from pageforge.engine.sequence import Sequence
+from pageforge.errors import OutOfPages, PageForgeError
+from pageforge.geometry import pages_for
 
 P = 4
 NUM_PAGES = 9
@@ -72,7 +72,7 @@ class Policy(RuleBasedStateMachine):
     budget = 7
     max_running = 4
     swap_pages = 12
-    happened: Counter[str] = Counter()
+    happened: ClassVar[Counter[str]] = Counter()
 
     @initialize()
     def start(self) -> None:
