@@ -1,8 +1,10 @@
 from __future__ import annotations
 
 import os
+import select
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -99,3 +101,21 @@ def spawn(*arguments: str, **options) -> subprocess.Popen:
         stderr=options.pop("stderr", subprocess.PIPE),
         **options,
     )
+
+
+def read(screen: int, until: bytes | None, seconds: float = 60) -> bytes:
+    """What a pseudo-terminal shows until some text, or until the process is gone."""
+    found = b""
+    deadline = time.monotonic() + seconds
+    while time.monotonic() < deadline:
+        if until is not None and until in found:
+            return found
+        if select.select([screen], [], [], 0.1)[0]:
+            try:
+                data = os.read(screen, 65536)
+            except OSError:  # Linux says so that the other end is closed
+                return found
+            if not data:
+                return found
+            found += data
+    raise AssertionError(f"{until!r} was not shown within {seconds} s: {found[-2000:]!r}")

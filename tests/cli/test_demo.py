@@ -4,16 +4,14 @@ import io
 import os
 import pty
 import re
-import select
 import signal
 import sys
-import time
 from dataclasses import replace
 
 import pytest
 from rich.cells import cell_len
 from rich.console import Console
-from tests.cli.conftest import said, spawn
+from tests.cli.conftest import read, said, spawn
 
 from pageforge.cli.demo_screen import Cell, Frame, Grid, Screen, take_frame
 from pageforge.cli.demo_show import Show, State, batches, most_pages
@@ -250,21 +248,3 @@ def test_where_a_screen_is_drawn(
     monkeypatch.setenv("TERM", term)
     monkeypatch.setenv("FORCE_COLOR", "1")  # colours in a pipe are one thing, a screen another
     assert is_terminal() == drawn
-
-
-def read(screen: int, until: bytes | None, seconds: float = 60) -> bytes:
-    """What a pseudo-terminal shows until some text, or until the process is gone."""
-    found = b""
-    deadline = time.monotonic() + seconds
-    while time.monotonic() < deadline:
-        if until is not None and until in found:
-            return found
-        if select.select([screen], [], [], 0.1)[0]:
-            try:
-                data = os.read(screen, 65536)
-            except OSError:  # Linux says so that the other end is closed
-                return found
-            if not data:
-                return found
-            found += data
-    raise AssertionError(f"{until!r} was not shown within {seconds} s: {found[-2000:]!r}")

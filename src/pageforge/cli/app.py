@@ -17,8 +17,7 @@ from typer.core import TyperGroup
 
 from pageforge._version import __version__
 from pageforge.cli import bench, config, demo, info, pool, run
-from pageforge.cli.output import fail, stderr
-from pageforge.errors import OutOfPages, PageForgeError
+from pageforge.cli.output import error_line, fail, stderr
 
 INTERRUPTED = 130
 """Exit code after Ctrl-C, as shells have it."""
@@ -30,8 +29,8 @@ class _Commands(TyperGroup):
     def invoke(self, ctx: Any) -> Any:
         try:
             return super().invoke(ctx)
-        except KeyboardInterrupt:
-            stderr().print("stopped")
+        except KeyboardInterrupt as stop:
+            stderr().print(": ".join(["stopped", *map(str, stop.args)]), soft_wrap=True)
             raise typer.Exit(INTERRUPTED) from None
         except (typer.Abort, BrokenPipeError):
             raise
@@ -40,7 +39,7 @@ class _Commands(TyperGroup):
                 raise
             if _debugging(ctx):
                 traceback.print_exc()
-            fail(_line(error))
+            fail(error_line(error))
             raise typer.Exit(1) from None
 
 
@@ -104,15 +103,3 @@ def pageforge(
 
 def _debugging(ctx: Any) -> bool:
     return bool(ctx.params.get("debug") or os.environ.get("PAGEFORGE_DEBUG"))
-
-
-def _line(error: Exception) -> str:
-    if isinstance(error, OutOfPages):
-        return (
-            f"out of pages: needed {error.needed}, available {error.available}; raise --max-pages "
-            f"or --max-memory, or ask for fewer tokens"
-        )
-    if isinstance(error, PageForgeError | OSError):
-        return str(error)
-    first = str(error).strip().splitlines() or ["no message"]
-    return f"{type(error).__name__}: {first[0]} (`pageforge --debug ...` says where)"

@@ -7,9 +7,10 @@ from typing import Annotated, Any
 
 import typer
 
-from pageforge.cli.settings import SettingError, key
+from pageforge.cli.settings import SettingError, key, parse_memory_text
 
 MODEL, POOL, SEQUENCES, TEXT, OUTPUT = "Model", "Pool", "Sequences", "Text", "Output"
+SAMPLING, ENGINE = "Sampling", "Engine"
 """The panels of a command's help."""
 
 
@@ -34,9 +35,15 @@ def _setting(name: str, *flags: str, help: str, panel: str, metavar: str = "N") 
 
 
 def _checked(name: str) -> Callable[[Any], Any]:
+    return _parsed_by(lambda value: key(name).parse(value))
+
+
+def _parsed_by(parse: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    """A callback that parses an option's value, if it was given."""
+
     def check(value: Any) -> Any:
         try:
-            return None if value is None else key(name).parse(value)
+            return None if value is None else parse(value)
         except SettingError as error:
             raise typer.BadParameter(str(error)) from None
 
@@ -114,3 +121,122 @@ MaxNewTokens = Annotated[
 ]
 Seed = Annotated[int, option("--seed", help="For everything that is drawn.", panel=TEXT, min=0)]
 Json = Annotated[bool, flag("--json", help="Print JSON, for scripts.", panel=OUTPUT)]
+
+Temperature = Annotated[
+    float,
+    option(
+        "--temperature",
+        "-t",
+        help="0 takes the likeliest token; more draws.",
+        panel=SAMPLING,
+        metavar="T",
+        min=0.0,
+    ),
+]
+TopP = Annotated[
+    float,
+    option(
+        "--top-p",
+        help="Draw from the fewest likeliest tokens that have this share together.",
+        panel=SAMPLING,
+        metavar="P",
+        min=0.0,
+        max=1.0,
+    ),
+]
+TopK = Annotated[
+    int, option("--top-k", help="Draw from so many of the likeliest.", panel=SAMPLING, min=0)
+]
+MinP = Annotated[
+    float,
+    option(
+        "--min-p",
+        help="Draw from tokens with at least this part of the likeliest one's share.",
+        panel=SAMPLING,
+        metavar="P",
+        min=0.0,
+        max=1.0,
+    ),
+]
+RepetitionPenalty = Annotated[
+    float,
+    option(
+        "--repetition-penalty",
+        help="Above 1 makes tokens of prompt and answer less likely.",
+        panel=SAMPLING,
+        metavar="X",
+    ),
+]
+PresencePenalty = Annotated[
+    float,
+    option(
+        "--presence-penalty",
+        help="Taken from the logits of tokens of the answer.",
+        panel=SAMPLING,
+        metavar="X",
+    ),
+]
+FrequencyPenalty = Annotated[
+    float,
+    option(
+        "--frequency-penalty",
+        help="The same for each time that the token came.",
+        panel=SAMPLING,
+        metavar="X",
+    ),
+]
+Completions = Annotated[
+    int, option("--completions", help="Answers to each prompt.", panel=SAMPLING, min=1)
+]
+MinNewTokens = Annotated[
+    int,
+    option(
+        "--min-new-tokens",
+        help="Tokens before the end of the text may come.",
+        panel=TEXT,
+        min=0,
+    ),
+]
+Stop = Annotated[
+    list[str] | None,
+    option(
+        "--stop",
+        help="End the text before this; may be given several times.",
+        panel=TEXT,
+        metavar="TEXT",
+        show_default=False,
+    ),
+]
+IgnoreEos = Annotated[
+    bool, flag("--ignore-eos", help="Go on past the model's end of text.", panel=TEXT)
+]
+
+MaxRunning = Annotated[
+    int, option("--max-running", help="Sequences at a time.", panel=ENGINE, min=1)
+]
+MaxBatchTokens = Annotated[
+    int | None,
+    option(
+        "--max-batch-tokens",
+        help="Tokens a step; by default 8192 on CUDA, 512 on the CPU.",
+        panel=ENGINE,
+        min=1,
+    ),
+]
+NoPrefixCache = Annotated[
+    bool,
+    flag("--no-prefix-cache", help="Share no pages of prompts that begin alike.", panel=ENGINE),
+]
+SwapMemory = Annotated[
+    str | None,
+    option(
+        "--swap-memory",
+        help='Host memory for pages of sequences that have to wait: bytes, "4GiB" or "50%".',
+        panel=ENGINE,
+        metavar="SIZE",
+        callback=_parsed_by(lambda value: parse_memory_text(value, "swap_memory")),
+    ),
+]
+Compile = Annotated[
+    bool, flag("--compile", help="Run the model through torch.compile.", panel=ENGINE)
+]

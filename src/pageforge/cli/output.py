@@ -7,11 +7,14 @@ import os
 import sys
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, is_dataclass
+from types import TracebackType
 from typing import Any, TypeVar
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 from rich.table import Table
+
+from pageforge.errors import OutOfPages, PageForgeError
 
 T = TypeVar("T")
 
@@ -33,6 +36,19 @@ def fail(message: str) -> None:
     console = stderr()
     console.print("error:", style="bold red", end=" ")
     console.print(message, soft_wrap=True)
+
+
+def error_line(error: Exception) -> str:
+    """What an error says, in the words of the command line."""
+    if isinstance(error, OutOfPages):
+        return (
+            f"out of pages: needed {error.needed}, available {error.available}; raise --max-pages "
+            f"or --max-memory, or ask for fewer tokens"
+        )
+    if isinstance(error, PageForgeError | OSError):
+        return str(error)
+    first = str(error).strip().splitlines() or ["no message"]
+    return f"{type(error).__name__}: {first[0]} (`pageforge --debug ...` says where)"
 
 
 def print_json(value: Any) -> None:
@@ -83,6 +99,32 @@ def printable(text: str) -> str:
     )
 
 
+class RunningText:
+    """Text of a model on stdout as it comes; on leaving, the line is ended."""
+
+    def __init__(self) -> None:
+        self._in_line = False
+
+    def write(self, text: str) -> None:
+        """Print a piece of text at once."""
+        sys.stdout.write(printable(text))
+        sys.stdout.flush()
+        if text:
+            self._in_line = not text.endswith("\n")
+
+    def __enter__(self) -> RunningText:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if self._in_line and not isinstance(error, BrokenPipeError):
+            sys.stdout.write("\n")
+
+
 def is_terminal() -> bool:
     """Whether stdout is a screen that can be drawn on."""
     return sys.stdout.isatty() and os.environ.get("TERM", "") not in ("dumb", "unknown")
@@ -97,6 +139,8 @@ def bar() -> Progress:
         MofNCompleteColumn(),
         console=console,
         transient=True,
+        # What is printed meanwhile goes above the bar, but never to stderr in place of a pipe.
+        redirect_stdout=sys.stdout.isatty(),
         disable=not sys.stderr.isatty() or console.is_dumb_terminal,
     )
 

@@ -2,36 +2,34 @@
 
 from __future__ import annotations
 
-import copy
+import contextlib
 import sys
 import time
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Callable
+from pathlib import Path
 from typing import Annotated, Any
 
-import torch
 import typer
 from rich.table import Table
-from torch import Tensor
-from transformers import (
-    DynamicCache,
-    PreTrainedModel,
-    PreTrainedTokenizerBase,
-    StaticCache,
-    TextStreamer,
-)
-from transformers.cache_utils import Cache
-from transformers.generation.streamers import BaseStreamer
+from transformers import PreTrainedTokenizerBase
 
 from pageforge.cli import options
+from pageforge.cli.answers import InOrder, cache_summary, engine_summary
+from pageforge.cli.jobs import Job, JobError, Result, ResultsFile, make_job, missing, read_jobs
 from pageforge.cli.models import load, use_threads
-from pageforge.cli.output import bar, facts, print_json, printable, size, stdout
-from pageforge.cli.prompts import encode, pad_left
-from pageforge.cli.settings import resolve
-from pageforge.errors import ShapeError, expected
-from pageforge.hf.cache import PagedKVCache
-from pageforge.pool import PagePool
-from pageforge.probe import cache_argument, learned_positions
+from pageforge.cli.output import RunningText, bar, error_line, fail, print_json, stderr, stdout
+from pageforge.cli.padded import PaddedBatch, generate_paged, padded_batch
+from pageforge.cli.padded import compare as compare_caches
+from pageforge.cli.prompts import encode
+from pageforge.cli.requests import Requests, interrupts_between_steps
+from pageforge.cli.settings import Settings, resolve
+from pageforge.engine.engine import MAX_RUNNING, Engine
+from pageforge.engine.params import SamplingParams
+from pageforge.errors import ParamsError, UnsupportedModel
+from pageforge.pool import PagePool, PoolStats
+
+AHEAD = 2
+"""Jobs that the engine has, for each that it may run: the next ones are there when it has room."""
 
 
 def register(app: typer.Typer) -> None:
@@ -40,52 +38,12 @@ def register(app: typer.Typer) -> None:
         epilog=options.examples(
             'pageforge run "Why is the sky blue?"',
             'pageforge run "Name a colour." "Name a very large animal." --compare',
-            "pageforge run --temperature 0.8 --seed 7 -n 200 < prompt.txt",
+            "pageforge run --file prompts.txt --out results.jsonl",
+            "pageforge run --file prompts.jsonl --out results.jsonl --resume",
+            "pageforge run --temperature 0.8 --top-p 0.95 --seed 7 -n 200 < prompt.txt",
             'pageforge run "2 + 2 =" --raw --json | jq .texts',
         )
     )(run)
-
-
-@dataclass
-class Outcome:
-    """One run with one kind of cache."""
-
-    tokens: list[list[int]]  # new ones, for each prompt
-    seconds: float
-
-
-@dataclass(frozen=True)
-class Job:
-    """What is generated; the same for every kind of cache."""
-
-    model: PreTrainedModel
-    ids: Tensor  # [S, T], left-padded
-    mask: Tensor
-    config: Any  # transformers' GenerationConfig
-    seed: int
-
-    def generate(self, cache: Cache, streamer: BaseStreamer | None = None) -> Outcome:
-        """Generate into `cache`."""
-        torch.manual_seed(self.seed)
-        start = time.perf_counter()
-        output = self.model.generate(
-            input_ids=self.ids,
-            attention_mask=self.mask,
-            generation_config=self.config,
-            streamer=streamer,
-            **{cache_argument(self.model): cache},
-        )
-        seconds = time.perf_counter() - start
-        return Outcome([self._cut(row) for row in output[:, self.ids.shape[1] :].tolist()], seconds)
-
-    def _cut(self, row: list[int]) -> list[int]:
-        """A row up to its end token; what follows that one is padding."""
-        ends = self.config.eos_token_id
-        ends = ends if isinstance(ends, list) else [ends]
-        for index, token in enumerate(row):
-            if token in ends:
-                return row[: index + 1]
-        return row
 
 
 def run(
@@ -97,34 +55,67 @@ def run(
             show_default=False,
         ),
     ] = None,
-    model: options.Model = None,
-    max_new_tokens: options.MaxNewTokens = None,
-    page_size: options.PageSize = None,
-    max_pages: options.MaxPages = None,
-    max_memory: options.MaxMemory = None,
-    device: options.Device = None,
-    dtype: options.Dtype = None,
-    temperature: Annotated[
-        float,
+    file: Annotated[
+        Path | None,
         options.option(
-            "--temperature",
-            "-t",
-            help="0 takes the likeliest token; more draws.",
+            "--file",
+            "-f",
+            help="Prompts from a file: one a line, or JSON lines where its name ends in .jsonl.",
             panel=options.TEXT,
-            metavar="T",
-            min=0.0,
+            metavar="FILE",
+            exists=True,
+            dir_okay=False,
         ),
-    ] = 0.0,
-    seed: options.Seed = 0,
+    ] = None,
+    max_new_tokens: options.MaxNewTokens = None,
+    min_new_tokens: options.MinNewTokens = 0,
+    stop: options.Stop = None,
+    ignore_eos: options.IgnoreEos = False,
     raw: Annotated[
         bool,
         options.flag("--raw", help="Leave the prompt as it is: no chat form.", panel=options.TEXT),
+    ] = False,
+    seed: options.Seed = 0,
+    temperature: options.Temperature = 0.0,
+    top_p: options.TopP = 1.0,
+    top_k: options.TopK = 0,
+    min_p: options.MinP = 0.0,
+    repetition_penalty: options.RepetitionPenalty = 1.0,
+    presence_penalty: options.PresencePenalty = 0.0,
+    frequency_penalty: options.FrequencyPenalty = 0.0,
+    completions: options.Completions = 1,
+    model: options.Model = None,
+    device: options.Device = None,
+    dtype: options.Dtype = None,
+    threads: options.Threads = None,
+    page_size: options.PageSize = None,
+    max_pages: options.MaxPages = None,
+    max_memory: options.MaxMemory = None,
+    max_running: options.MaxRunning = MAX_RUNNING,
+    max_batch_tokens: options.MaxBatchTokens = None,
+    no_prefix_cache: options.NoPrefixCache = False,
+    swap_memory: options.SwapMemory = None,
+    compile: options.Compile = False,
+    out: Annotated[
+        Path | None,
+        options.option(
+            "--out",
+            "-o",
+            help="Write a JSON line for each prompt to this file as it ends, not to the screen.",
+            panel=options.OUTPUT,
+            metavar="FILE",
+            dir_okay=False,
+        ),
+    ] = None,
+    resume: Annotated[
+        bool,
+        options.flag("--resume", help="Do only what --out lacks or failed.", panel=options.OUTPUT),
     ] = False,
     compare: Annotated[
         bool,
         options.flag(
             "--compare",
-            help="Run DynamicCache and StaticCache as well, and measure.",
+            help="Instead of the engine, compare caches in generate(), and measure.",
             panel=options.OUTPUT,
         ),
     ] = False,
@@ -135,14 +126,12 @@ def run(
     quiet: Annotated[
         bool, options.flag("--quiet", "-q", help="Print the text only.", panel=options.OUTPUT)
     ] = False,
-    threads: options.Threads = None,
     as_json: options.Json = False,
 ) -> None:
-    """Generate text with a paged KV cache, then say what the cache took.
+    """Generate text with the engine, then say what its cache took.
 
-    Several prompts run as one left-padded batch. `pageforge config` sets other defaults.
+    Many prompts run at a time, each until it ends. `pageforge config` sets other defaults.
     """
-    texts = _read(prompts or [])
     settings = resolve(
         model=model,
         max_new_tokens=max_new_tokens,
@@ -152,56 +141,114 @@ def run(
         device=device,
         dtype=dtype,
     )
-    loaded, tokenizer = load(settings)
-    num_threads = use_threads(threads)
-    rows = [encode(tokenizer, text, raw=raw) for text in texts]
-    job = _job(loaded, tokenizer, rows, settings.max_new_tokens, temperature, seed)
-    pool = PagePool.for_model(
-        loaded,
-        page_size=settings.page_size,
-        max_pages=settings.max_pages,
-        max_memory=settings.max_memory,
+    params = _params(
+        max_tokens=settings.max_new_tokens,
+        min_tokens=min_new_tokens,
+        stop=tuple(stop or ()),
+        ignore_eos=ignore_eos,
+        seed=seed,
+        temperature=temperature,
+        top_p=top_p,
+        top_k=top_k,
+        min_p=min_p,
+        repetition_penalty=repetition_penalty,
+        presence_penalty=presence_penalty,
+        frequency_penalty=frequency_penalty,
+        n=completions,
     )
-    streaming = not no_stream and len(texts) == 1 and not as_json
-    with pool:
-        with PagedKVCache(pool, attention_mask=job.mask) as cache:
-            paged = _generate(job, cache, tokenizer, streaming)
-            full = pool.stats()
-        pool.trim()
-        empty = pool.stats()
-    answers = [tokenizer.decode(new, skip_special_tokens=True) for new in paged.tokens]
-    if not as_json and not streaming:
-        _print_answers(texts, answers)
-    others = _compare(job, paged, len(rows)) if compare else {}
-    result = {
+    plain = _params(max_tokens=params.max_tokens, temperature=temperature, seed=seed)
+    is_plain = file is None and out is None and params == plain
+    if compare and not is_plain:
+        raise typer.BadParameter(
+            "compares PROMPTs with --max-new-tokens, --temperature and --seed alone",
+            param_hint="--compare",
+        )
+    if file is not None and prompts:
+        raise typer.BadParameter(
+            "takes the place of PROMPTs: give one or the other", param_hint="--file"
+        )
+    if resume and out is None:
+        raise typer.BadParameter(
+            "goes on with a file of results: give --out", param_hint="--resume"
+        )
+    jobs = _typed(prompts or [], params) if file is None else read_jobs(file, params)
+    todo = jobs if out is None else _missing(jobs, out, resume=resume)
+    if not todo:
+        stderr().print(f"nothing is missing: {out} has all {len(jobs)} results", soft_wrap=True)
+        return
+    loaded, tokenizer = load(settings)
+    about = {
         "model": settings.model,
         "device": str(loaded.device),
         "dtype": str(loaded.dtype).removeprefix("torch."),
         "page_size": settings.page_size,
-        "threads": num_threads,
-        "prompts": texts,
-        "texts": answers,
-        "prompt_tokens": [len(row) for row in rows],
-        "new_tokens": [len(new) for new in paged.tokens],
-        "paged": {
-            "seconds": paged.seconds,
-            "pages_used": full.pages_used,
-            "pages_total": full.pages_total,
-            "bytes_in_use": full.bytes_in_use,
-            "bytes_mapped": full.bytes_mapped,
-            "pages_used_after": empty.pages_used,
-            "bytes_mapped_after": empty.bytes_mapped,
-        },
-        **others,
+        "threads": use_threads(threads),
     }
-    if as_json:
-        print_json(result)
-    elif not quiet:
-        stdout().print()
-        stdout().print(_table(result))
+    streaming = len(jobs) == 1 and completions == 1 and not (no_stream or as_json or out or file)
+    engine = None
+    if not compare:
+        try:
+            engine = Engine(
+                loaded,
+                tokenizer,
+                page_size=settings.page_size,
+                max_pages=settings.max_pages,
+                max_memory=settings.max_memory,
+                max_running=max_running,
+                max_batch_tokens=max_batch_tokens,
+                prefix_cache=not no_prefix_cache,
+                swap_memory=swap_memory or 0,
+                compile=compile,
+                seed=seed,
+            )
+        except UnsupportedModel as error:
+            if not is_plain:
+                raise
+            stderr().print(f"without the engine: {error}", soft_wrap=True)
+
+    def token_ids(prompt: str | tuple[int, ...]) -> list[int]:
+        return encode(tokenizer, prompt, raw=raw) if isinstance(prompt, str) else list(prompt)
+
+    if engine is None:
+        rows = [token_ids(job.prompt) for job in jobs]
+        batch = padded_batch(loaded, tokenizer, rows, params.max_tokens, temperature, seed)
+        found = about | _through_generate(
+            batch, tokenizer, settings, jobs, streaming=streaming, as_json=as_json, compare=compare
+        )
+        _tell(found, cache_summary(found), as_json=as_json, quiet=quiet)
+        return
+    with engine, interrupts_between_steps() as check:
+        requests = Requests(engine, token_ids, check, most=AHEAD * max_running)
+        before = len(jobs) - len(todo)
+        start = time.perf_counter()
+        try:
+            kept = _through_engine(
+                requests, jobs, todo, streaming=streaming, as_json=as_json, out=out
+            )
+        except KeyboardInterrupt:
+            raise KeyboardInterrupt(*_how_far(before + requests.num_done, jobs, out)) from None
+        seconds = time.perf_counter() - start
+        found = about | _lists(kept) | _engine_numbers(engine, requests, seconds, before)
+    failure = requests.failure
+    if requests.num_done or as_json:
+        _tell(found, engine_summary(found), as_json=as_json, quiet=quiet)
+    if failure is not None and failure.error is not None:
+        if len(jobs) == 1:
+            raise failure.error
+        count = f"{requests.num_failed} of {len(todo)} requests failed"
+        fail(f"{count}, first {failure.job.id!r}: {error_line(failure.error)}")
+        raise typer.Exit(1)
 
 
-def _read(prompts: list[str]) -> list[str]:
+def _params(**asked: Any) -> SamplingParams:
+    try:
+        return SamplingParams(**asked)
+    except ParamsError as error:
+        raise typer.BadParameter(str(error)) from None
+
+
+def _typed(prompts: list[str], params: SamplingParams) -> list[Job]:
+    """Jobs from the command line, or from stdin."""
     if prompts.count("-") > 1:
         raise typer.BadParameter("- can stand once: stdin is read once", param_hint="PROMPT")
     from_stdin = "-" in prompts or (not prompts and not sys.stdin.isatty())
@@ -211,168 +258,168 @@ def _read(prompts: list[str]) -> list[str]:
         texts = [typed]
     if not texts:
         raise typer.BadParameter("expected a prompt, got none", param_hint="PROMPT")
-    for number, text in enumerate(texts, 1):
-        if not text.strip():
-            raise typer.BadParameter(f"prompt {number} is empty", param_hint="PROMPT")
-    return texts
-
-
-def _job(
-    model: PreTrainedModel,
-    tokenizer: PreTrainedTokenizerBase,
-    rows: list[list[int]],
-    max_new_tokens: int,
-    temperature: float,
-    seed: int,
-) -> Job:
-    limit, longest = learned_positions(model), max(map(len, rows))
-    # The last token is never fed back, so it needs no position.
-    if limit is not None and longest + max_new_tokens - 1 > limit:
-        raise ShapeError(
-            expected(
-                "prompt and new tokens",
-                f"at most {limit + 1}, for the model's {limit} learned positions",
-                f"{longest} + {max_new_tokens}",
-                "shorten the prompt, or pass a smaller --max-new-tokens",
-            )
-        )
-    config: Any = copy.deepcopy(model.generation_config)
-    if config.eos_token_id is None:
-        config.eos_token_id = tokenizer.eos_token_id
-    if config.pad_token_id is None:
-        ends = config.eos_token_id
-        config.pad_token_id = (ends[0] if isinstance(ends, list) else ends) or 0
-    config.max_length = None
-    config.max_new_tokens = max_new_tokens
-    config.cache_implementation = None  # the cache is ours to choose
-    config.do_sample = temperature > 0
-    config.temperature = temperature or None
-    if not config.do_sample:
-        config.top_k = config.top_p = None
-    ids, mask = pad_left(rows, config.pad_token_id)
-    return Job(model, ids.to(model.device), mask.to(model.device), config, seed)
-
-
-def _generate(
-    job: Job, cache: Cache, tokenizer: PreTrainedTokenizerBase, streaming: bool
-) -> Outcome:
-    if not streaming:
-        return _counted(job, cache, "generating")
-    printer = _Printer(tokenizer, skip_prompt=True, skip_special_tokens=True)
     try:
-        return job.generate(cache, printer)
-    finally:
-        printer.end_line()
+        return [make_job(number, text, params) for number, text in enumerate(texts, 1)]
+    except JobError as error:
+        raise typer.BadParameter(str(error), param_hint="PROMPT") from None
 
 
-def _counted(job: Job, cache: Cache, label: str) -> Outcome:
-    with bar() as shown:
-        return job.generate(cache, _Counter(shown, label, job.config.max_new_tokens))
+def _missing(jobs: list[Job], out: Path, *, resume: bool) -> list[Job]:
+    """The jobs that are left to do for `out`."""
+    if not out.parent.is_dir():
+        raise typer.BadParameter(f"there is no folder {out.parent}", param_hint="--out")
+    if not out.exists() or out.stat().st_size == 0:
+        return jobs
+    if not resume:
+        raise typer.BadParameter(
+            f"{out} is there already: --resume goes on with it, or give another name",
+            param_hint="--out",
+        )
+    return missing(out, jobs)
 
 
-class _Printer(TextStreamer):
-    """Prints text as it comes."""
-
-    in_line = False
-
-    def on_finalized_text(self, text: str, stream_end: bool = False) -> None:
-        sys.stdout.write(printable(text))
-        sys.stdout.flush()
-        if text:
-            self.in_line = not text.endswith("\n")
-
-    def end_line(self) -> None:
-        if self.in_line:
-            sys.stdout.write("\n")
-
-
-class _Counter(BaseStreamer):
-    """Moves a progress bar."""
-
-    def __init__(self, shown: Any, label: str, total: int):
-        self._shown = shown
-        self._task = shown.add_task(label, total=total)
-        self._seen_prompt = False
-
-    def put(self, value: Tensor) -> None:
-        if self._seen_prompt:
-            self._shown.advance(self._task)
-        self._seen_prompt = True
-
-    def end(self) -> None:
-        pass
-
-
-def _compare(job: Job, paged: Outcome, rows: int) -> dict[str, Any]:
-    """The same run with transformers' own caches: what their tensors really take."""
-    length = job.ids.shape[1] + job.config.max_new_tokens
-    found = {}
-    for name, cache in (
-        ("DynamicCache", DynamicCache(config=job.model.config)),
-        ("StaticCache", StaticCache(config=job.model.config, max_cache_len=length)),
-    ):
-        outcome = _counted(job, cache, name)
-        found[name] = {
-            "seconds": outcome.seconds,
-            "bytes": storage_bytes(cache),
-            "same_tokens": outcome.tokens == paged.tokens,
-        }
-    return found
+def _through_engine(
+    requests: Requests,
+    jobs: list[Job],
+    todo: list[Job],
+    *,
+    streaming: bool,
+    as_json: bool,
+    out: Path | None,
+) -> list[Result]:
+    """Do what is left to do. The results, in order, if they are wanted as JSON on stdout."""
+    kept: list[Result] = []
+    if streaming:
+        with RunningText() as text:
+            for piece in requests.stream(todo[0]):
+                text.write(piece)
+        return kept
+    start = time.perf_counter()
+    with contextlib.ExitStack() as stack:
+        take: Callable[[Result], None]
+        if out is not None:
+            take = stack.enter_context(ResultsFile(out)).write
+        else:
+            take = kept.append if as_json else InOrder(jobs).take
+        shown = stack.enter_context(bar())
+        task = shown.add_task("generating", total=len(jobs), completed=len(jobs) - len(todo))
+        for result in requests.answer(todo):
+            take(result)
+            speed = requests.new_tokens / (time.perf_counter() - start)
+            shown.update(task, advance=1, description=f"{speed:,.0f} tokens/s")
+    return sorted(kept, key=lambda result: result.job.number)
 
 
-def storage_bytes(cache: Cache) -> int:
-    """Bytes behind all tensors that a cache holds, each storage counted once."""
-    storages = {
-        tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes()
-        for tensor in _tensors([vars(layer) for layer in cache.layers])
+def _how_far(num_done: int, jobs: list[Job], out: Path | None) -> list[str]:
+    """What Ctrl-C is answered with."""
+    if len(jobs) == 1:
+        return []
+    kept = (
+        "--out FILE would have kept their results"
+        if out is None
+        else f"the same command with --resume does the rest and adds it to {out}"
+    )
+    return [f"{num_done} of {len(jobs)} requests were done; {kept}"]
+
+
+def _lists(results: list[Result]) -> dict[str, Any]:
+    """Results for JSON: of each prompt the first completion in short, and everything there is."""
+    if not results:
+        return {}
+    outputs = [result.output for result in results]
+    return {
+        "prompts": [result.job.prompt for result in results],
+        "texts": [None if output is None else output.text for output in outputs],
+        "prompt_tokens": [0 if each is None else len(each.prompt_token_ids) for each in outputs],
+        "new_tokens": [0 if output is None else len(output.token_ids) for output in outputs],
+        "results": [result.to_dict() for result in results],
     }
-    return sum(storages.values())
 
 
-def _tensors(value: Any) -> Iterator[Tensor]:
-    if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, dict):
-        yield from _tensors(list(value.values()))
-    elif isinstance(value, list | tuple):
-        for item in value:
-            yield from _tensors(item)
-
-
-def _print_answers(texts: list[str], answers: list[str]) -> None:
-    console = stdout()
-    for number, (text, answer) in enumerate(zip(texts, answers, strict=True), 1):
-        if len(texts) > 1:
-            title = " ".join(printable(text).split())
-            console.print(f"[{number}] {title}", style="bold", overflow="ellipsis", no_wrap=True)
-        console.print(printable(answer).strip(), soft_wrap=True)
-        if number < len(texts):
-            console.print()
-
-
-def _table(result: dict[str, Any]) -> Table:
-    paged = result["paged"]
-    others = [name for name in ("DynamicCache", "StaticCache") if name in result]
-    prompt, new = sum(result["prompt_tokens"]), sum(result["new_tokens"])
-    rows = [
-        ("tokens", f"{prompt} + {new} new"),
-        ("pages", f"{paged['pages_used']} of {result['page_size']} tokens"),
-        ("bytes in use", size(paged["bytes_in_use"])),
-        ("bytes mapped" if not others else "bytes taken", size(paged["bytes_mapped"])),
-        ("tokens/s", f"{new / paged['seconds']:.1f}"),
-        ("after free()", f"{paged['pages_used_after']} pages used"),
-    ]
-    if not others:
-        return facts(rows)
-    beside = {
-        "bytes taken": [size(result[name]["bytes"]) for name in others],
-        "tokens/s": [f"{new / result[name]['seconds']:.1f}" for name in others],
-        "same tokens": ["yes" if result[name]["same_tokens"] else "NO" for name in others],
+def _engine_numbers(
+    engine: Engine, requests: Requests, seconds: float, before: int
+) -> dict[str, Any]:
+    """What a run of the engine took."""
+    stats = engine.stats()
+    engine.drop_prefix_cache()
+    engine.trim()
+    return {
+        "paged": {
+            "prompt_tokens": requests.prompt_tokens,
+            "new_tokens": requests.new_tokens,
+            **_cache_numbers(seconds, requests.fullest, engine.stats().pool),
+        },
+        "engine": {
+            "requests_done": requests.num_done,
+            "requests_failed": requests.num_failed,
+            "requests_before": before,
+            "cut_short": requests.num_cut,
+            "cached_tokens": stats.num_cached_tokens,
+            "preemptions": stats.num_preemptions,
+            "swaps": stats.num_swaps,
+            "steps": stats.num_steps,
+        },
     }
-    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold")
-    table.add_column("", style="bold")
-    for name in ("paged", *others):
-        table.add_column(name, justify="right")
-    for name, value in (*rows, ("same tokens", "")):
-        table.add_row(name, value, *beside.get(name, []))
-    return table
+
+
+def _through_generate(
+    batch: PaddedBatch,
+    tokenizer: PreTrainedTokenizerBase,
+    settings: Settings,
+    jobs: list[Job],
+    *,
+    streaming: bool,
+    as_json: bool,
+    compare: bool,
+) -> dict[str, Any]:
+    """One left-padded batch through `generate`, and what it took."""
+    pool = PagePool.for_model(
+        batch.model,
+        page_size=settings.page_size,
+        max_pages=settings.max_pages,
+        max_memory=settings.max_memory,
+    )
+    with pool:
+        paged, full = generate_paged(batch, tokenizer, pool, streaming=streaming)
+        pool.trim()
+        empty = pool.stats()
+    texts = [tokenizer.decode(new, skip_special_tokens=True) for new in paged.tokens]
+    if not (streaming or as_json):
+        answers = InOrder(jobs)
+        for job, text in zip(jobs, texts, strict=True):
+            answers.print_answer(job.id, job.title, text)
+    prompt_tokens = batch.mask.sum(1).tolist()
+    new_tokens = [len(new) for new in paged.tokens]
+    return {
+        "prompts": [job.prompt for job in jobs],
+        "texts": texts,
+        "prompt_tokens": prompt_tokens,
+        "new_tokens": new_tokens,
+        "paged": {
+            "prompt_tokens": sum(prompt_tokens),
+            "new_tokens": sum(new_tokens),
+            **_cache_numbers(paged.seconds, full, empty),
+        },
+        **(compare_caches(batch, paged) if compare else {}),
+    }
+
+
+def _cache_numbers(seconds: float, full: PoolStats, empty: PoolStats) -> dict[str, Any]:
+    """Of the pool at its fullest, and once all was done."""
+    return {
+        "seconds": seconds,
+        "pages_used": full.pages_used,
+        "pages_total": full.pages_total,
+        "bytes_in_use": full.bytes_in_use,
+        "bytes_mapped": full.bytes_mapped,
+        "pages_used_after": empty.pages_used,
+        "bytes_mapped_after": empty.bytes_mapped,
+    }
+
+
+def _tell(found: dict[str, Any], summary: Table, *, as_json: bool, quiet: bool) -> None:
+    if as_json:
+        print_json(found)
+    elif not quiet:
+        stdout().print()
+        stdout().print(summary)

@@ -200,7 +200,7 @@ def _positive(name: str) -> Callable[[object], int]:
     return parse
 
 
-def parse_memory_text(value: object) -> str:
+def parse_memory_text(value: object, name: str = "max_memory") -> str:
     """An amount of memory, kept as text: what is free is known later."""
     text = str(value)
     if isinstance(value, bool | float):
@@ -209,7 +209,7 @@ def parse_memory_text(value: object) -> str:
         parse_memory(text, 1 << 40)
     except GeometryError:
         raise SettingError(
-            expected("max_memory", 'bytes, "4GiB" or "50%"', repr(text), "try 50%")
+            expected(name, 'bytes, "4GiB" or "50%"', repr(text), "try 50%")
         ) from None
     return text
 

@@ -222,6 +222,7 @@ class Engine:
     ) -> Iterator[StreamChunk]:
         """Chunks of one answer as they come. Leaving the iterator aborts the request.
 
+        Raises, after the last chunk, what made the request fail.
         Other requests advance as well, whoever's turn it is.
         """
         request = self._begin_stream(prompt, params, priority)
@@ -238,6 +239,8 @@ class Engine:
                     await asyncio.to_thread(self._advance, request)
                 while request.chunks:
                     yield request.chunks.popleft()
+            if request.output.error is not None:
+                raise request.output.error
         finally:
             self._forget(request)
 
@@ -564,6 +567,8 @@ class Engine:
                     self._advance(request)
                 while request.chunks:
                     yield request.chunks.popleft()
+            if request.output.error is not None:
+                raise request.output.error
         finally:
             self._forget(request)
 

@@ -106,21 +106,22 @@ class Runner:
             layer: pool.layer(layer) for group in pool.geometry.groups for layer in group.layers
         }
         width = pages_for(max_tokens, pool.geometry.page_size)
+        most_rows = max(max_running, len(TRIED))
         groups = pool.geometry.groups
         with torch.inference_mode(False):  # else they could only be written to in that mode
-            self.last_tokens = torch.zeros(max_running, dtype=torch.int64, device=self._device)
+            self.last_tokens = torch.zeros(most_rows, dtype=torch.int64, device=self._device)
             self._page_tables = [
-                torch.zeros(max_running, width, dtype=torch.int32, device=self._device)
+                torch.zeros(most_rows, width, dtype=torch.int32, device=self._device)
                 for _ in groups
             ]
-            most = max(max_batch_tokens, max_running)
-            size = sum(_sizes(StepShape(most, max_running, most, False), len(groups)))
+            most = max(max_batch_tokens, most_rows, sum(TRIED))
+            size = sum(_sizes(StepShape(most, most_rows, most, False), len(groups)))
             self._buffer = torch.zeros(size, dtype=torch.uint8, device=self._device)
             pinned = self._device.type == "cuda"
             self._host = [
                 torch.zeros(size, dtype=torch.uint8, pin_memory=pinned) for _ in range(BUFFERS)
             ]
-        self.host_tables = [np.zeros((max_running, width), np.int32) for _ in groups]
+        self.host_tables = [np.zeros((most_rows, width), np.int32) for _ in groups]
         self._changed: list[list[tuple[int, int]]] = [[] for _ in groups]  # of the flat tables
         self._turn = 0
         self._inputs: dict[StepShape, tuple[PackedInputs, Tensor]] = {}
@@ -139,6 +140,9 @@ class Runner:
         name, size = type(self._model).__name__, self._pool.geometry.page_size
         vocabulary = self._model.config.get_text_config().vocab_size
         lengths = [min(length, self.host_tables[0].shape[1] * size // 2) for length in TRIED]
+        available = self._pool.num_available
+        if sum(pages_for(length, size) for length in lengths) > available:  # a page each, or one
+            lengths = [min(length, size) for length in lengths][:available]
         prompts = [[(7 * i + 1) % vocabulary for i in range(length)] for length in lengths]
         rows = Rows(len(prompts))
         tables = [self._pool.new_table() for _ in prompts]
