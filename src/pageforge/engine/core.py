@@ -153,6 +153,9 @@ class Core:
         sequence.is_finished = True
         if sequence in self._parents:
             self._parents.remove(sequence)
+        if sequence.parent is not None:
+            sequence.parent.children.remove(sequence)
+            sequence.parent = None
         if sequence.children:  # the first of them does what it did not live to do
             first, *others = sequence.children
             sequence.children = []
@@ -194,12 +197,21 @@ class Core:
             elif not (found.dropped or found.preempted):
                 counts = found.counts.copy()
                 try:
-                    for admission in found.admitted:
-                        counts[admission.row] = self._admit(admission)
+                    self._admit_all(found.admitted, counts)
                     self._grow(counts)
                     return counts
                 except OutOfPages as error:  # the device itself has no memory left
                     self._yield_memory(error)
+
+    def _admit_all(self, admitted: list[Admission], counts: npt.NDArray[np.int32]) -> None:
+        """Admit sequences; set their `counts`. Raises OutOfPages where nobody else runs."""
+        for admission in admitted:
+            try:
+                counts[admission.row] = self._admit(admission)
+            except OutOfPages:  # the device has no memory for swapped pages: it waits on
+                if not self.rows.num_running:
+                    raise
+                return
 
     def _admit(self, admission: Admission) -> int:
         """Begin to run; how many tokens it computes in this step."""
@@ -227,7 +239,7 @@ class Core:
         if not sequence.shares:
             sequence.table = self.pool.new_table()
             return
-        prefix = self.pool.match_prefix(sequence.tokens[: sequence.num_known - 1].tolist())
+        prefix = self.pool.match_prefix(sequence.findable)
         sequence.table, sequence.cursors = self.pool.adopt_prefix(prefix), prefix.cursors
         sequence.num_computed = prefix.num_tokens
         if not sequence.num_preemptions:
@@ -407,7 +419,7 @@ class Core:
             for child in parent.children:
                 child.parent = None
                 # It computes the last token once more, for its logits.
-                child.num_computed = parent.num_prompt - 1
+                child.num_computed = child.goal - 1
                 if child.num_computed:
                     child.table = self.pool.fork(parent.pages)
                     self.pool.crop([child.table], child.num_computed)
@@ -464,6 +476,7 @@ class Core:
         """See what a new token means for its sequence."""
         sequence, token = flight.at(place)
         if token == NO_TOKEN:
+            self._forget_last_token(sequence)
             error = flight.sampled.errors.get(place)
             self.finish(sequence, "error", error or PageForgeError(NO_SENSE))
             return
@@ -477,6 +490,12 @@ class Core:
             self.finish(sequence, "stop", token)
         elif len(self._tokens(sequence)) == sequence.limit:
             self.finish(sequence, "length")
+
+    def _forget_last_token(self, sequence: Sequence) -> None:
+        if sequence.row < 0:
+            sequence.tokens = sequence.tokens[:-1]
+        else:
+            self.rows.length[sequence.row] -= 1
 
     # --- giving up pages --------------------------------------------------------------------
 
@@ -557,13 +576,19 @@ class Core:
             sequence.num_computed = 0
 
     def _yield_memory(self, error: OutOfPages) -> None:
-        """The device has less memory than the pool's budget: the youngest gives up its own."""
-        running = [sequence for sequence in self.rows.sequences if sequence is not None]
-        youngest = max(running, key=_by_rank)
-        if len(running) > 1:
-            self.preempt(youngest)
+        """The device has less memory than the pool's budget: somebody gives up pages.
+
+        Those that wait first, then the youngest that runs. Who is left alone cannot go on.
+        """
+        running = sorted(filter(None, self.rows.sequences), key=_by_rank)
+        holders = [sequence for sequence in self.waiting if sequence.table is not None]
+        if holders:
+            for sequence in holders:
+                self._release(sequence)
+        elif len(running) > 1:
+            self.preempt(running[-1])
         else:
-            self.finish(youngest, "error", error)
+            self.finish((running or self.waiting)[0], "error", error)
 
     def _out_of_pages(self, sequence: Sequence) -> OutOfPages:
         row, size = sequence.row, self.pool.geometry.page_size
@@ -586,7 +611,7 @@ class _PoolPages:
         return self._pool.num_available
 
     def match(self, sequence: Sequence) -> tuple[int, int]:
-        prefix = self._pool.match_prefix(sequence.tokens[: sequence.num_known - 1].tolist())
+        prefix = self._pool.match_prefix(sequence.findable)
         return prefix.num_tokens, prefix.num_used
 
     def reclaimable(self, table: PageTable) -> int:

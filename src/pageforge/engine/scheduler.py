@@ -84,7 +84,10 @@ def plan(rows: Rows, waiting: list[Sequence], limits: Limits, pages: Pages) -> P
     if room < 0:
         return _make_room(rows, waiting, needed, -room, pages)
     admitted = list(_admit(rows, waiting, counts, room, limits, pages)) if waiting else []
-    return Plan(counts, admitted=admitted)
+    # Where nobody runs and nobody can begin, those that wait are in each other's way.
+    is_blocked = waiting and not admitted and not rows.num_running
+    holders = [each for each in waiting if each.table is not None] if is_blocked else []
+    return Plan(counts, dropped=holders, admitted=admitted)
 
 
 def _share(rows: Rows, wanted: npt.NDArray[np.int32], max_tokens: int) -> npt.NDArray[np.int32]:

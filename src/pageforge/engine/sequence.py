@@ -110,6 +110,12 @@ class Sequence:
         return min(self.num_known, self.most_computed)
 
     @property
+    def findable(self) -> list[int]:
+        """The tokens whose pages others may have: all but the last one that it computes."""
+        tokens: list[int] = self.tokens[: self.goal - 1].tolist()
+        return tokens
+
+    @property
     def pages(self) -> PageTable:
         """Its page table; one that runs has one."""
         assert self.table is not None
