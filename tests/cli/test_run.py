@@ -252,7 +252,7 @@ def test_an_interrupted_job_is_resumed_to_the_same_results(
 ) -> None:
     """Ctrl-C in a real process, amid many requests that draw; then only the rest is done."""
     path, out, whole = (tmp_path / name for name in ("p.jsonl", "out.jsonl", "whole.jsonl"))
-    lengths = [5, 7, 250, 9, 250, 250, 11, 250]
+    lengths = [5, 7, 150, 9, 150, 150, 11, 150]
     arguments = ("run", "--file", str(path), "-m", tiny, "-t", "1", "--seed", "5", "--max-running")
     path.write_text(
         "".join(
