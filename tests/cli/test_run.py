@@ -252,7 +252,7 @@ def test_an_interrupted_job_is_resumed_to_the_same_results(
 ) -> None:
     """Ctrl-C in a real process, amid many requests that draw; then only the rest is done."""
     path, out, whole = (tmp_path / name for name in ("p.jsonl", "out.jsonl", "whole.jsonl"))
-    lengths = [5, 7, 250, 9, 250, 250, 11, 250]
+    lengths = [5, 7, 150, 9, 150, 150, 11, 150]
     arguments = ("run", "--file", str(path), "-m", tiny, "-t", "1", "--seed", "5", "--max-running")
     path.write_text(
         "".join(
@@ -416,7 +416,9 @@ def test_the_bar_and_the_answers_on_one_terminal(tiny: str) -> None:
         process.wait()
         os.close(screen)
     assert "2/2" in drawn
-    assert drawn.index("[1] first prompt") < drawn.index("[2] second prompt")
+    # Each answer begins where a line was wiped or ended, not behind the bar.
+    titles = r"(?:\x1b\[2K|\n)(?:\x1b\[[0-9;]*m)*\[(1\] first|2\] second) prompt"
+    assert re.findall(titles, drawn) == ["1] first", "2] second"]
     assert drawn.rindex("\x1b[?25h") > drawn.rindex("\x1b[?25l")  # the cursor is back
 
 

@@ -6,16 +6,18 @@ from collections import deque
 from collections.abc import Iterable
 from typing import Any
 
+from rich.console import Console
 from rich.table import Table
 
 from pageforge.cli.jobs import Job, Result
-from pageforge.cli.output import error_line, facts, printable, size, stdout
+from pageforge.cli.output import error_line, facts, printable, size
 
 
 class InOrder:
     """Prints results in the order of their jobs: each as soon as those before it are there."""
 
-    def __init__(self, jobs: Iterable[Job]):
+    def __init__(self, jobs: Iterable[Job], console: Console):
+        self._console = console
         self._left = deque(jobs)
         self._has_titles = len(self._left) > 1
         self._there: dict[str, Result] = {}
@@ -40,7 +42,7 @@ class InOrder:
 
     def print_answer(self, name: str, prompt: str, text: str) -> None:
         """An answer, with its prompt above it unless it is the only one."""
-        console = stdout()
+        console = self._console
         if not self._is_first:
             console.print()
         self._is_first = False

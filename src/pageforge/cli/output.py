@@ -139,10 +139,13 @@ def bar() -> Progress:
         MofNCompleteColumn(),
         console=console,
         transient=True,
-        # What is printed meanwhile goes above the bar, but never to stderr in place of a pipe.
-        redirect_stdout=sys.stdout.isatty(),
         disable=not sys.stderr.isatty() or console.is_dumb_terminal,
     )
+
+
+def beside(shown: Progress) -> Console:
+    """What to print results with while a bar is shown: above it, if both are on the terminal."""
+    return shown.console if sys.stdout.isatty() and not shown.disable else stdout()
 
 
 def progress(items: Iterable[T], total: int, label: str) -> Iterator[T]:

@@ -17,7 +17,16 @@ from pageforge.cli import options
 from pageforge.cli.answers import InOrder, cache_summary, engine_summary
 from pageforge.cli.jobs import Job, JobError, Result, ResultsFile, make_job, missing, read_jobs
 from pageforge.cli.models import load, use_threads
-from pageforge.cli.output import RunningText, bar, error_line, fail, print_json, stderr, stdout
+from pageforge.cli.output import (
+    RunningText,
+    bar,
+    beside,
+    error_line,
+    fail,
+    print_json,
+    stderr,
+    stdout,
+)
 from pageforge.cli.padded import PaddedBatch, generate_paged, padded_batch
 from pageforge.cli.padded import compare as compare_caches
 from pageforge.cli.prompts import encode
@@ -296,12 +305,12 @@ def _through_engine(
         return kept
     start = time.perf_counter()
     with contextlib.ExitStack() as stack:
+        shown = stack.enter_context(bar())
         take: Callable[[Result], None]
         if out is not None:
             take = stack.enter_context(ResultsFile(out)).write
         else:
-            take = kept.append if as_json else InOrder(jobs).take
-        shown = stack.enter_context(bar())
+            take = kept.append if as_json else InOrder(jobs, beside(shown)).take
         task = shown.add_task("generating", total=len(jobs), completed=len(jobs) - len(todo))
         for result in requests.answer(todo):
             take(result)
@@ -385,7 +394,7 @@ def _through_generate(
         empty = pool.stats()
     texts = [tokenizer.decode(new, skip_special_tokens=True) for new in paged.tokens]
     if not (streaming or as_json):
-        answers = InOrder(jobs)
+        answers = InOrder(jobs, stdout())
         for job, text in zip(jobs, texts, strict=True):
             answers.print_answer(job.id, job.title, text)
     prompt_tokens = batch.mask.sum(1).tolist()
