@@ -8,7 +8,7 @@ import torch
 from tests.cli.conftest import said
 
 
-@pytest.mark.parametrize("command", ["kernels", "decode"])
+@pytest.mark.parametrize("command", ["kernels", "decode", "throughput"])
 def test_help_has_examples(invoke, command: str) -> None:
     done = invoke("bench", command, "--help")
     assert done.exit_code == 0
@@ -20,6 +20,7 @@ def test_bench_alone_lists_its_commands(invoke) -> None:
     done = invoke("bench")
     assert "kernels" in done.output
     assert "decode" in done.output
+    assert "throughput" in done.output
 
 
 def test_decode_on_the_cpu(invoke, tmp_path: Path) -> None:
@@ -35,6 +36,19 @@ def test_decode_on_the_cpu(invoke, tmp_path: Path) -> None:
     assert "cuDNN attention on" not in done.stdout
 
 
+def test_throughput_on_the_cpu(invoke, tmp_path: Path) -> None:
+    out = tmp_path / "out.json"
+    arguments = ("--device", "cpu", "--only", "uniform", "--way", "engine", "--requests", "5")
+    done = invoke("bench", "throughput", *arguments, "--out", out, "--commit", "abc")
+    assert done.exit_code == 0, done.output
+    assert "tiny, uniform: 5 requests" in done.stdout
+    found = json.loads(out.read_text())
+    assert found["machine"]["commit"] == "abc"
+    (record,) = [r for r in found["records"] if r["section"] == "throughput"]
+    assert (record["way"], record["requests"]) == ("engine", 5)
+    assert record["tokens_per_s"] > 0
+
+
 @pytest.mark.parametrize(
     ("arguments", "code", "message"),
     [
@@ -44,6 +58,9 @@ def test_decode_on_the_cpu(invoke, tmp_path: Path) -> None:
         (("decode", "--way", "magic"), 2, "expected one of dynamic"),
         (("decode", "--device", "cpu", "--out", "/nowhere/out.json"), 2, "no such folder"),
         (("decode", "--device", "cpu", "--prompt", "200"), 2, "expected at most 119"),
+        (("throughput", "--only", "everything"), 2, "expected one of first-token, uniform"),
+        (("throughput", "--way", "magic"), 2, "expected one of engine, engine compiled"),
+        (("throughput", "--dtype", "int8"), 2, "expected one of float32, float16"),
         (("decode", "--device", "toaster"), 1, "expected cpu or cuda"),
     ],
 )

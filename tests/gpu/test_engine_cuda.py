@@ -27,7 +27,7 @@ SIZES = {
     "max_position_embeddings": 256,
     "tie_word_embeddings": False,
 }
-SQUEEZED = {"max_pages": 40, "max_running": 16}
+SQUEEZED = {"max_pages": 20, "max_running": 16}
 
 
 @pytest.fixture(params=["llama", "gpt2"])

@@ -1,4 +1,4 @@
-"""What the device's memory can do: the rates that every figure is a share of."""
+"""What the device can do, its memory above all: the rates that every figure is a share of."""
 
 from __future__ import annotations
 
@@ -15,6 +15,9 @@ from pageforge.ops.kernels import jit, tl
 READ_BYTES = 4 << 30
 COPY_BYTES = 2 << 30
 """Many times the L2, and long enough for starts and ends not to count."""
+
+MATRIX = {"cuda": 8192, "cpu": 1024}
+"""Rows of square matrices: a product is long enough there for starts and ends not to count."""
 
 BLOCKS = (2048, 4096, 8192)
 PROGRAMS = (2, 4, 8)
@@ -49,6 +52,17 @@ def copy_ceiling(device: torch.device, num_bytes: int = COPY_BYTES) -> float:
     return _best({"copy": partial(target.copy_, source)}, device, moved)
 
 
+def matmul_ceiling(device: torch.device, dtype: torch.dtype) -> float:
+    """Floating-point operations a second of a matrix product, a multiplication and a sum being two.
+
+    Of random numbers: products of zeros take less power, and so run faster.
+    """
+    size = MATRIX[device.type]
+    left = torch.randn(size, size, device=device, dtype=dtype)
+    right = torch.randn(size, size, device=device, dtype=dtype)
+    return _best({"product": partial(torch.mm, left, right)}, device, 2 * size**3)
+
+
 def host_copy_ceilings(device: torch.device, num_bytes: int) -> tuple[float, float]:
     """Bytes a second of one copy of `num_bytes`: (device to pinned host, host to device)."""
     inside = torch.empty(num_bytes, dtype=torch.uint8, device=device).random_()
@@ -58,13 +72,14 @@ def host_copy_ceilings(device: torch.device, num_bytes: int) -> tuple[float, flo
     return _best({"out": out}, device, num_bytes), _best({"in": back}, device, num_bytes)
 
 
-def _best(runs: dict[str, Callable[[], Any]], device: torch.device, num_bytes: int) -> float:
+def _best(runs: dict[str, Callable[[], Any]], device: torch.device, amount: int) -> float:
+    """`amount`, of bytes or whatever a run does, a second of the fastest."""
     builders = {name: partial(Candidate, run, 1) for name, run in runs.items()}
     timings = measure(builders, device, repeats=REPEATS, graph=False)
     fitting = [timing.us for timing in timings.values() if timing.ok]
     if not fitting:
         raise RuntimeError("; ".join(str(timing.failure) for timing in timings.values()))
-    return num_bytes / min(fitting) * 1e6
+    return amount / min(fitting) * 1e6
 
 
 def stream(source: torch.Tensor, block: int, num_programs: int, interleaved: bool) -> torch.Tensor:

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import copy
 import itertools
+import string
 from typing import Any
 
 import torch
+from tokenizers import Tokenizer, decoders, models
 from transformers import (
     AutoModelForCausalLM,
     GPT2Config,
     LlamaConfig,
     PreTrainedConfig,
     PreTrainedModel,
+    PreTrainedTokenizerFast,
     Qwen3Config,
 )
 
@@ -81,19 +84,41 @@ SHAPES: dict[str, tuple[type[PreTrainedConfig], dict[str, Any], torch.dtype]] = 
 """Config class, its arguments, and the dtype on CUDA."""
 
 
-def make_model(name: str, device: torch.device) -> PreTrainedModel:
-    """A model of that shape on `device`, in fp32 on the CPU; the same weights every time."""
-    kind, arguments, dtype = SHAPES[name]
+def make_model(
+    name: str, device: torch.device, dtype: torch.dtype | None = None
+) -> PreTrainedModel:
+    """A model of that shape on `device`; the same weights every time.
+
+    `dtype`: by default the shape's own, in fp32 on the CPU.
+    """
+    kind, arguments, own_dtype = SHAPES[name]
+    if dtype is None:
+        dtype = own_dtype if device.type == "cuda" else torch.float32
     config: PreTrainedConfig = kind(**arguments)
     torch.manual_seed(0)
     with torch.device(device):
-        model: PreTrainedModel = AutoModelForCausalLM.from_config(
-            config, dtype=dtype if device.type == "cuda" else torch.float32
-        )
+        model: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=dtype)
     # Nothing may end early, and nothing is drawn.
     model.generation_config.eos_token_id = None
     model.generation_config.pad_token_id = 0
     return model.eval()
+
+
+def make_tokenizer(vocab_size: int) -> PreTrainedTokenizerFast:
+    """A tokenizer of made-up tokens, a space and letters each, that can only detokenise.
+
+    It does so byte by byte like GPT-2's, Qwen's and Llama's, and costs about what they do.
+    """
+    words = itertools.chain.from_iterable(
+        itertools.product(string.ascii_lowercase, repeat=length) for length in itertools.count(1)
+    )
+    vocab = {
+        "\u0120" + "".join(word): token
+        for token, word in zip(range(vocab_size), words, strict=False)
+    }
+    backend = Tokenizer(models.WordLevel(vocab))
+    backend.decoder = decoders.ByteLevel()
+    return PreTrainedTokenizerFast(tokenizer_object=backend, clean_up_tokenization_spaces=False)
 
 
 def twin(model: PreTrainedModel) -> PreTrainedModel:

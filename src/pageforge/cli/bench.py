@@ -1,4 +1,4 @@
-"""`pageforge bench`: how fast the ops are, and how fast whole decode steps."""
+"""`pageforge bench`: how fast the ops are, whole decode steps, and whole workloads."""
 
 from __future__ import annotations
 
@@ -11,14 +11,18 @@ import typer
 
 from pageforge.bench import decode as decode_bench
 from pageforge.bench import kernels as kernel_sections
+from pageforge.bench import throughput as throughput_sections
 from pageforge.bench.caches import WAYS
 from pageforge.bench.context import QUICK_REPEATS, QUICK_SHAPES, Bench
 from pageforge.bench.decode_context import DecodeBench
 from pageforge.bench.harness import Budget
-from pageforge.bench.models import SHAPES, make_model
+from pageforge.bench.models import SHAPES, make_model, make_tokenizer
 from pageforge.bench.peers import wheels
 from pageforge.bench.report import Report, machine, wide
+from pageforge.bench.serving import WAYS as SERVING_WAYS
 from pageforge.bench.steps import WARMUP
+from pageforge.bench.throughput_context import MOST_REPEATS, ThroughputBench
+from pageforge.bench.workloads import Size
 from pageforge.cli import options
 from pageforge.cli.models import DeviceError, check_device
 from pageforge.cli.output import stderr, stdout
@@ -28,6 +32,13 @@ SECONDS = 290.0
 
 CPU_MODEL, CPU_STEPS = "tiny", 8
 QUICK_STEPS = 60
+
+DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
+
+TRIAL = 8
+"""By which a trial's counts and lengths are divided."""
+
+TRIAL_RUNNING, TRIAL_STEPS = (8,), 16
 
 WHAT = "What is measured"
 
@@ -50,6 +61,25 @@ Commit = Annotated[
         metavar="TEXT",
     ),
 ]
+Device = Annotated[
+    str | None,
+    options.option(
+        "--device",
+        help="cpu or cuda; by default CUDA where there is one.",
+        panel=WHAT,
+        metavar="NAME",
+    ),
+]
+Model = Annotated[
+    str | None,
+    options.option(
+        "--model",
+        "-m",
+        help=f"A shape: {', '.join(SHAPES)}; by default gpt2, on the CPU {CPU_MODEL}.",
+        panel=WHAT,
+        metavar="NAME",
+    ),
+]
 Quick = Annotated[bool, options.flag("--quick", help="A few shapes, few repeats.", panel=WHAT)]
 Seconds = Annotated[
     float, options.option("--seconds", help="Begin no case after this time.", panel=WHAT, min=0)
@@ -58,7 +88,7 @@ Seconds = Annotated[
 
 def register(app: typer.Typer) -> None:
     """Add the commands to `app`."""
-    bench = typer.Typer(no_args_is_help=True, help="Measure: kernels alone, whole decode steps.")
+    bench = typer.Typer(no_args_is_help=True, help="Measure: kernels, decode steps, workloads.")
     bench.command(
         epilog=options.examples(
             "pageforge bench kernels --out kernels.json --peer-wheels ./wheels",
@@ -71,6 +101,12 @@ def register(app: typer.Typer) -> None:
             "pageforge bench decode --model qwen3-0.6b --batch 1 --prompt 448",
         )
     )(decode)
+    bench.command(
+        epilog=options.examples(
+            "pageforge bench throughput --out throughput.json",
+            "pageforge bench throughput --model llama-8b --only sharegpt --way engine",
+        )
+    )(throughput)
     app.add_typer(bench, name="bench")
 
 
@@ -125,25 +161,8 @@ def kernels(
 
 
 def decode(
-    model: Annotated[
-        str | None,
-        options.option(
-            "--model",
-            "-m",
-            help=f"A shape: {', '.join(SHAPES)}; by default gpt2, on the CPU {CPU_MODEL}.",
-            panel=WHAT,
-            metavar="NAME",
-        ),
-    ] = None,
-    device: Annotated[
-        str | None,
-        options.option(
-            "--device",
-            help="cpu or cuda; by default CUDA where there is one.",
-            panel=WHAT,
-            metavar="NAME",
-        ),
-    ] = None,
+    model: Model = None,
+    device: Device = None,
     way: Annotated[
         list[str] | None,
         options.option(
@@ -214,6 +233,96 @@ def decode(
     bench.steps = steps or bench.steps
     _check_prompts(bench)
     decode_bench.run(bench)
+    _say_where(out)
+
+
+def throughput(
+    model: Model = None,
+    device: Device = None,
+    only: Annotated[
+        list[str] | None,
+        options.option(
+            "--only",
+            help=f"A part: {', '.join(throughput_sections.SECTIONS)}; may be given several times.",
+            panel=WHAT,
+            metavar="NAME",
+        ),
+    ] = None,
+    way: Annotated[
+        list[str] | None,
+        options.option(
+            "--way",
+            help=f"Only these of: {', '.join(SERVING_WAYS)}, for uniform and sharegpt; several "
+            f"times.",
+            panel=WHAT,
+            metavar="NAME",
+        ),
+    ] = None,
+    requests: Annotated[
+        int | None,
+        options.option(
+            "--requests", help="Of each workload, instead of its own number.", panel=WHAT, min=1
+        ),
+    ] = None,
+    repeats: Annotated[
+        int | None,
+        options.option(
+            "--repeats",
+            help=f"Timed runs of each way ({MOST_REPEATS}); slow ways have fewer.",
+            panel=WHAT,
+            min=1,
+        ),
+    ] = None,
+    dtype: Annotated[
+        str | None,
+        options.option(
+            "--dtype",
+            help=f"{', '.join(DTYPES)}; by default the shape's own, on the CPU float32.",
+            panel=WHAT,
+            metavar="NAME",
+        ),
+    ] = None,
+    quick: Quick = False,
+    seconds: Seconds = SECONDS,
+    out: Out = None,
+    commit: Commit = None,
+) -> None:
+    """How many tokens a second does the engine make, beside transformers' own ways?
+
+    Whole workloads on one model of random weights; the host's work and the device's idle time a
+    step; what a shared prefix, samples of one prompt and a pool that is too small cost. On the CPU
+    by default a tiny trial.
+    """
+    torch_device = _device(device)
+    on_cpu = torch_device.type == "cpu"
+    name = model or (CPU_MODEL if on_cpu else "gpt2")
+    _known("--model", [name], SHAPES)
+    _known("--only", only or [], throughput_sections.SECTIONS)
+    _known("--way", way or [], SERVING_WAYS)
+    _known("--dtype", [dtype] if dtype else [], DTYPES)
+    budget = Budget(seconds)
+    report = Report(
+        "how many tokens a second does the engine make?",
+        _writable(out),
+        machine(torch_device, commit),
+    )
+    made = make_model(name, torch_device, DTYPES[dtype] if dtype else None)
+    is_trial = quick or name == CPU_MODEL
+    shrink = TRIAL if is_trial else 1
+    bench = ThroughputBench(
+        made,
+        name,
+        make_tokenizer(int(made.config.vocab_size)),
+        report,
+        wide(stdout()),
+        budget,
+        Size(int(made.config.max_position_embeddings), shrink, requests),
+        way or (),
+    )
+    if is_trial:
+        bench.repeats, bench.running, bench.host_steps = 1, TRIAL_RUNNING, TRIAL_STEPS
+    bench.repeats = repeats or bench.repeats
+    throughput_sections.run(bench, only or ())
     _say_where(out)
 
 

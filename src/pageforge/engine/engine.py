@@ -204,7 +204,7 @@ class Engine:
                 for request in requests:
                     while request.output is None:
                         self._advance(request)
-                        bar.update(task, completed=sum(r.output is not None for r in requests))
+                    bar.advance(task)
         except BaseException:
             for request in requests:
                 self.abort(request.id)

@@ -1,0 +1,243 @@
+"""What an engine does in its steps: methods are wrapped for the time of a probe only."""
+
+from __future__ import annotations
+
+import contextlib
+import statistics
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch.autograd import DeviceType
+from transformers import PreTrainedModel
+
+from pageforge.bench.serving import params_of
+from pageforge.bench.workloads import Job
+from pageforge.engine import core
+from pageforge.engine.engine import Engine
+from pageforge.engine.runner import Step
+from pageforge.engine.sequence import Rows
+from pageforge.geometry import KVGeometry, total_bytes_per_page
+
+SETTLE = 8
+"""Steps of decoding before they count: the first captures a graph."""
+
+ADMITTING = 40
+"""Steps until all sequences have computed their prompts, at most."""
+
+PROFILED = 16
+"""Steps under the profiler: reading its records takes longer than making them."""
+
+KERNELS_KEPT = 12
+KERNEL_NAME = 80
+
+
+@dataclass
+class StepLog:
+    """What the steps of a run were: for each the rows that computed something."""
+
+    counts: list[npt.NDArray[np.int32]] = field(default_factory=list)
+    """`[rows]`: tokens that each computed."""
+    lengths: list[npt.NDArray[np.int32]] = field(default_factory=list)
+    """`[rows]`: tokens that each had K/V of afterwards."""
+    logits: list[int] = field(default_factory=list)
+    """Rows of logits that were made."""
+    pages_peak: int = 0
+    mapped_peak: int = 0
+
+    @property
+    def mean_running(self) -> float:
+        """Rows of a step."""
+        return statistics.fmean(map(len, self.counts))
+
+
+@contextlib.contextmanager
+def logged(engine: Engine) -> Iterator[StepLog]:
+    """Note every step that `engine` launches, and the most memory that its pool had."""
+    log, runner, pool = StepLog(), engine._core.runner, engine._pool
+    launch = runner.launch
+
+    def noted(
+        rows: Rows, counts: npt.NDArray[np.int32], asking: npt.NDArray[np.bool_] | None
+    ) -> Step:
+        step = launch(rows, counts, asking)
+        some = np.flatnonzero(counts)
+        log.counts.append(counts[some])
+        log.lengths.append(rows.computed[some] + counts[some])
+        log.logits.append(len(step.rows))
+        stats = pool.stats()
+        log.pages_peak = max(log.pages_peak, stats.pages_used)
+        log.mapped_peak = max(log.mapped_peak, stats.bytes_mapped)
+        return step
+
+    with replaced(runner, "launch", noted):
+        yield log
+
+
+# --- the floor ------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Costs:
+    """What a step of a model cannot do without."""
+
+    weight_bytes: int  # read by every step
+    kv_bytes: float  # of one token
+    token_flops: int  # of one token, its attention and its logits apart
+    logit_flops: int  # of one row of logits
+    pair_flops: int  # of one token that attends to one
+
+
+def costs_of(model: PreTrainedModel, geometry: KVGeometry) -> Costs:
+    """By its weights' shapes; tables of embeddings, of which a step reads a few rows, apart."""
+    head = model.get_output_embeddings()
+    weights = {
+        id(weight): weight
+        for module in model.modules()
+        if not isinstance(module, torch.nn.Embedding)
+        for weight in module.parameters(recurse=False)
+    }
+    num_head = sum(weight.numel() for weight in head.parameters())
+    num_all = sum(weight.numel() for weight in weights.values())
+    config = model.config
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    return Costs(
+        weight_bytes=sum(weight.numel() * weight.element_size() for weight in weights.values()),
+        kv_bytes=total_bytes_per_page(geometry.groups) / geometry.page_size,
+        token_flops=2 * (num_all - num_head),
+        logit_flops=2 * num_head,
+        pair_flops=4 * config.num_hidden_layers * config.num_attention_heads * head_dim,
+    )
+
+
+def floor_seconds(log: StepLog, costs: Costs, read: float, flops: float) -> float:
+    """The sum over steps of what memory (`read` bytes a second) or arithmetic (`flops`) takes."""
+    total = 0.0
+    for counts, lengths, num_logits in zip(log.counts, log.lengths, log.logits, strict=True):
+        count, length = counts.astype(np.int64), lengths.astype(np.int64)
+        pairs = int((count * length - count * (count - 1) // 2).sum())
+        work = (
+            int(count.sum()) * costs.token_flops
+            + num_logits * costs.logit_flops
+            + pairs * costs.pair_flops
+        )
+        moved = costs.weight_bytes + int(length.sum()) * costs.kv_bytes
+        total += max(moved / read, work / flops)
+    return total
+
+
+# --- steady steps ---------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class HostWork:
+    """Milliseconds a step, of decoding with all sequences running.
+
+    `plan`, `next_plan` (with the claim of pages) and `host` (all of Core.step less its waits for
+    the device) are CPU time of the thread, `wall` is the clock's; `busy` is the device's own, None
+    without one. `kernels`: what it did, the longest first: (name, ms a step, calls a step).
+    """
+
+    plan: list[float]
+    next_plan: list[float]
+    host: list[float]
+    wall: float
+    busy: float | None
+    kernels: list[tuple[str, float, float]]
+
+
+def steady_tokens(steps: int) -> int:
+    """New tokens that requests need for `host_work` over `steps` steps."""
+    return ADMITTING + SETTLE + steps + PROFILED
+
+
+def host_work(engine: Engine, jobs: Sequence[Job], steps: int) -> HostWork:
+    """Time `steps` steps of decoding for all `jobs`, then the device's work in a few more."""
+    names = [engine.add_request(job.prompt, params_of(job)) for job in jobs]
+    rows = engine._core.rows
+    while engine._core.waiting or rows.wanted.max() > 1:
+        engine.step()
+    for _ in range(SETTLE):
+        engine.step()
+    plan: list[float] = []
+    next_plan: list[float] = []
+    whole: list[float] = []
+    waits: list[float] = []
+    with (
+        clocked(core, "plan", plan),
+        clocked(engine._core, "_next_plan", next_plan),
+        clocked(engine._core, "step", whole),
+        clocked(torch.cuda.Event, "synchronize", waits),
+    ):
+        began = time.perf_counter()
+        for _ in range(steps):
+            engine.step()
+        wall = time.perf_counter() - began
+    busy, kernels = _profile(engine) if engine._core.runner.last_tokens.is_cuda else (None, [])
+    if rows.num_running != len(jobs):
+        raise RuntimeError(f"expected {len(jobs)} sequences all the time, got {rows.num_running}")
+    for name in names:
+        engine.abort(name)
+    waited = waits or [0.0] * steps  # the CPU's steps are done at once
+    return HostWork(
+        [1e3 * each for each in plan],
+        [1e3 * each for each in next_plan],
+        [1e3 * (of_step - wait) for of_step, wait in zip(whole, waited, strict=True)],
+        1e3 * wall / steps,
+        busy,
+        kernels,
+    )
+
+
+def _profile(engine: Engine) -> tuple[float, list[tuple[str, float, float]]]:
+    """(the device's milliseconds a step, its kernels)."""
+    torch.cuda.synchronize()
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        for _ in range(PROFILED):
+            engine.step()
+        torch.cuda.synchronize()
+    found = [each for each in profile.key_averages() if each.device_type == DeviceType.CUDA]
+    found.sort(key=lambda each: each.self_device_time_total, reverse=True)
+    kernels = [
+        (
+            each.key[:KERNEL_NAME],
+            each.self_device_time_total / 1e3 / PROFILED,
+            each.count / PROFILED,
+        )
+        for each in found
+    ]
+    return sum(milliseconds for _, milliseconds, _ in kernels), kernels[:KERNELS_KEPT]
+
+
+@contextlib.contextmanager
+def clocked(owner: Any, name: str, seconds: list[float]) -> Iterator[None]:
+    """Note the CPU seconds of the calling thread in each call of `owner.name`."""
+    function = getattr(owner, name)
+
+    def timed(*args: Any, **kwargs: Any) -> Any:
+        began = time.thread_time()
+        try:
+            return function(*args, **kwargs)
+        finally:
+            seconds.append(time.thread_time() - began)
+
+    with replaced(owner, name, timed):
+        yield
+
+
+@contextlib.contextmanager
+def replaced(owner: Any, name: str, function: Callable[..., Any]) -> Iterator[None]:
+    """`owner.name` is `function`; afterwards what it was."""
+    own = vars(owner).get(name)
+    setattr(owner, name, function)
+    try:
+        yield
+    finally:
+        if own is None:
+            delattr(owner, name)  # its class has it
+        else:
+            setattr(owner, name, own)

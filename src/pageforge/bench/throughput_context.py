@@ -1,0 +1,58 @@
+"""One run of the throughput benchmark: the model, what for, how long, and where results go."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from rich.console import Console
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from pageforge.bench import workloads
+from pageforge.bench.harness import Budget
+from pageforge.bench.report import Report
+from pageforge.bench.workloads import Job, Size
+
+MOST_REPEATS = 5
+
+RUNNING = (256, 1024)
+"""Sequences at a time whose planning is timed: the engine's default, and many."""
+
+HOST_STEPS = 64
+
+
+@dataclass
+class ThroughputBench:
+    """What every part is given. `read` and `flops`: measured ceilings, a second."""
+
+    model: PreTrainedModel
+    name: str
+    tokenizer: PreTrainedTokenizerBase
+    report: Report
+    console: Console
+    budget: Budget
+    size: Size
+    ways: Sequence[str] = ()
+    """For the workloads in which ways are compared; by default as each has it."""
+    repeats: int = MOST_REPEATS
+    """At most: slow ways have fewer."""
+    running: Sequence[int] = RUNNING
+    host_steps: int = HOST_STEPS
+    read: float = math.nan
+    flops: float = math.nan
+
+    @property
+    def device(self) -> torch.device:
+        """The model's."""
+        return self.model.device
+
+    @property
+    def vocab_size(self) -> int:
+        """Of the model."""
+        return int(self.model.config.vocab_size)
+
+    def jobs(self, workload: str, repeat: int) -> list[Job]:
+        """The requests of a workload, with prompts of their own in every repeat."""
+        return workloads.jobs(workload, self.size, vocab_size=self.vocab_size, repeat=repeat)
