@@ -112,7 +112,8 @@ def test_sliding_windows_softcaps_and_sinks(
     asked = prompts(16, seed=3)
     with engine_on(name, max_pages=20, max_batch_tokens=24, **SWAP) as engine:
         serve(engine, asked, lengths(16, 40))
-        assert engine.stats().num_preemptions > 0
+        # Where all layers slide, at once, a sequence holds so few pages that they do not run out.
+        assert engine.stats().num_preemptions > 0 or (name, rollback) == ("mistral", 0)
         assert engine.stats().num_cached_tokens > 0
 
 

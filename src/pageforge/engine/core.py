@@ -8,6 +8,7 @@ computed once too often, which nobody sees.
 from __future__ import annotations
 
 import bisect
+from collections import deque
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -110,7 +111,7 @@ class Core:
         self._limits = limits
         self._listener = listener
         self._pages = _PoolPages(pool)
-        self._flight: Flight | None = None
+        self._flights: deque[Flight] = deque()  # launched, the oldest first
         self._kept: list[Any] = []
         self._parents: list[Sequence] = []
         self._has_windows = any(group.shape.window for group in pool.geometry.groups)
@@ -127,7 +128,7 @@ class Core:
     @property
     def is_idle(self) -> bool:
         """Whether there is nothing to do."""
-        return not (self.waiting or self.rows.num_running or self._flight)
+        return not (self.waiting or self.rows.num_running or self._flights)
 
     def add(self, sequence: Sequence) -> None:
         """It waits for its turn."""
@@ -170,15 +171,19 @@ class Core:
 
     def step(self) -> None:
         """Launch the next step, then look at what the last one gave."""
-        if self._needs_host:
-            self._land()
+        # Two are in flight only if the last call was interrupted.
+        self._land(in_flight=0 if self._needs_host else 1)
         if self._may_compact:
             self._compact()
-        launched = self._launch(self._next_plan())
-        self._land()
-        self._flight = launched
-        if launched is not None and launched.done is None:  # on the CPU: it is done already
-            self._land()
+        try:
+            launched = self._launch(self._next_plan())
+        except BaseException:  # an interrupt: pages that can be found may never be computed
+            self.pool.drop_prefix_cache()
+            raise
+        if launched is not None:
+            self._flights.append(launched)
+        # On the CPU it is done already.
+        self._land(in_flight=int(launched is not None and launched.done is not None))
 
     def settle(self) -> None:
         """Look at what the step in flight gives, if there is one; launch nothing."""
@@ -428,13 +433,15 @@ class Core:
 
     # --- what a step gave -------------------------------------------------------------------
 
-    def _land(self) -> None:
-        """Wait for the step in flight, and take its tokens."""
-        flight, self._flight = self._flight, None
-        if flight is None:
-            return
-        if flight.done is not None:
-            flight.done.synchronize()
+    def _land(self, in_flight: int = 0) -> None:
+        """Wait for the steps in flight, all but the last `in_flight`, and take their tokens."""
+        while len(self._flights) > in_flight:
+            done = self._flights[0].done
+            if done is not None:
+                done.synchronize()  # an interrupt while it waits loses nothing
+            self._take_all(self._flights.popleft())
+
+    def _take_all(self, flight: Flight) -> None:
         if flight.logprobs is not None:
             flight.logprobs = flight.logprobs.on_host()
         for sequence, first, logprobs in flight.prompts:
@@ -478,6 +485,8 @@ class Core:
         if token == NO_TOKEN:
             self._forget_last_token(sequence)
             error = flight.sampled.errors.get(place)
+            if error is None:
+                self.pool.drop_prefix_cache()  # its K/V may make no sense either
             self.finish(sequence, "error", error or PageForgeError(NO_SENSE))
             return
         if len(self._tokens(sequence)) == sequence.num_prompt + 1:
