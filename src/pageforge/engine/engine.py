@@ -426,7 +426,8 @@ class Engine:
             return  # all completions have the same prompt
         tokens, k = request.prompt_ids[first : first + len(logprobs.chosen)], request.prompt_k
         request.take_prompt_logprobs(
-            [token_logprobs_of(logprobs, place, token, k) for place, token in enumerate(tokens)]
+            first,
+            [token_logprobs_of(logprobs, place, token, k) for place, token in enumerate(tokens)],
         )
 
     def on_finish(self, sequence: Sequence, reason: FinishReason, cause: Any) -> None:
