@@ -40,12 +40,14 @@ def fail_once(engine: Engine, error: BaseException) -> Callable[[], None]:
 
 
 @pytest.mark.usefixtures("ahead")
-def test_a_model_that_raises_fails_the_step_alone() -> None:
-    asked = prompts(6, seed=1)
+@pytest.mark.parametrize("steps", [0, 1], ids=["prompts", "decoding"])
+def test_a_model_that_raises_fails_the_step_alone(steps: int) -> None:
+    asked = [(number, *range(10, 30)) for number in range(3, 9)]
     with engine_on("llama", max_running=4) as engine:
         for number, prompt in enumerate(asked):
             engine.add_request(prompt, GREEDY, request_id=str(number))
-        engine.step()
+        for _ in range(steps):
+            engine.step()
         remove = fail_once(engine, Planted("by the test"))
         outputs = run_all(engine)
         remove()
