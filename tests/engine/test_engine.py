@@ -312,3 +312,20 @@ def test_two_threads_at_once() -> None:
         assert len(found) == 2
         check_all_back(engine)
         assert engine.step() == []
+
+
+def test_pages_of_a_prompt_are_found_while_it_is_computed() -> None:
+    """Token by token: a page is known as soon as it is full, not when its owner is done."""
+    prompt = list(range(2, 60))
+    with engine_on("llama", max_batch_tokens=3, max_running=4) as engine:
+        first = engine.add_request(prompt, SamplingParams(max_tokens=1, temperature=0))
+        for _ in range(12):
+            engine.step()
+        engine.add_request(prompt, SamplingParams(max_tokens=1, temperature=0))
+        outputs = []
+        while engine.has_unfinished:
+            outputs += engine.step()
+        found = {output.request_id: output for output in outputs}
+        other = next(output for name, output in found.items() if name != first)
+        assert other.num_cached_tokens >= 16
+        assert list(other.token_ids) == list(found[first].token_ids)

@@ -14,6 +14,7 @@ from pageforge.engine.scheduler import Limits, Plan, least_pages
 from pageforge.engine.sequence import Rows, Sequence
 from pageforge.geometry import pages_for
 from pageforge.memory import PageTable
+from pageforge.memory.prefix import PrefixCursor
 
 P = 4
 
@@ -67,6 +68,7 @@ def running(*places: tuple[int, int, int, int], max_running: int = 8) -> Rows:
         made = sequence(rank, length, first=100 * rank)
         made.num_computed = computed
         made.table = Table(room)  # type: ignore[assignment]
+        made.cursors = [PrefixCursor(0, b"", 0)]  # it publishes its pages
         rows.put(made, row, room)
     return rows
 
@@ -222,6 +224,9 @@ def test_a_page_that_another_one_computes_in_this_step_is_waited_for() -> None:
     rows = running((1, 11, 0, 0))
     assert begins(plan(rows, [sequence(2, 11, first=100)])) == []
     assert begins(plan(rows, [sequence(2, 11, first=100, shares=False)])) == [(2, 1, 11)]
+    rows.at(0).cursors = []  # it was swapped, and publishes nothing any more
+    assert begins(plan(rows, [sequence(2, 11, first=100)])) == [(2, 1, 11)]
+    rows.at(0).cursors = [PrefixCursor(0, b"", 0)]
     rows.computed[0] = 10  # it only decodes by now
     assert begins(plan(rows, [sequence(2, 11, first=100)], Pages(found={2: (8, 2)})))
 

@@ -204,6 +204,7 @@ class Core:
                 try:
                     self._admit_all(found.admitted, counts)
                     self._grow(counts)
+                    self._publish_prompts(counts)
                     return counts
                 except OutOfPages as error:  # the device itself has no memory left
                     self._yield_memory(error)
@@ -234,10 +235,8 @@ class Core:
         self.rows.put(sequence, row, sequence.pages.length)
         self._describe(sequence)
         self._set_pages(sequence, 0)
-        wanted = min(sequence.goal - sequence.num_computed, admission.num_tokens)
-        self._publish(sequence, sequence.num_computed + wanted)
         self._listener.on_scheduled(sequence)
-        return wanted
+        return min(sequence.goal - sequence.num_computed, admission.num_tokens)
 
     def _begin(self, sequence: Sequence) -> None:
         """Give it a page table, over known pages if it shares those of others."""
@@ -295,9 +294,6 @@ class Core:
                 length = sequence.pages.length
                 self._set_pages(sequence, (length - missing) // size)
                 rows.room[sequence.row] = length
-        for row in short:
-            if counts[row] > 1:
-                self._publish(rows.at(row), int(lengths[row]))
 
     def _set_pages(self, sequence: Sequence, first: int) -> None:
         """Tell the runner of a sequence's pages from logical page `first` on."""
@@ -305,6 +301,14 @@ class Core:
         for group in range(len(self.pool.geometry.groups)):
             entries = sequence.pages.entries(first, stop, group)
             self.runner.set_pages(group, sequence.row, first, entries)
+
+    def _publish_prompts(self, counts: npt.NDArray[np.int32]) -> None:
+        """Let others find the pages that prompts fill in this step, for theirs come after it."""
+        rows, size = self.rows, self.pool.geometry.page_size
+        reached = rows.computed + counts
+        fills = (rows.computed < rows.prompt) & (reached // size > rows.computed // size)
+        for row in np.flatnonzero(fills).tolist():
+            self._publish(rows.at(row), int(reached[row]))
 
     def _publish(self, sequence: Sequence, num_tokens: int) -> None:
         """Let others find the pages of its first `num_tokens` tokens, which are known."""
