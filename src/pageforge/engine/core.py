@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import bisect
 from collections import deque
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import numpy as np
@@ -109,6 +109,7 @@ class Core:
         self.num_swaps = 0
         self._sampler = sampler
         self._limits = limits
+        self._most_running = limits.max_running  # fewer while the device has no memory for more
         self._listener = listener
         self._pages = _PoolPages(pool)
         self._flights: deque[Flight] = deque()  # launched, the oldest first
@@ -145,6 +146,7 @@ class Core:
             return
         if sequence.row >= 0:
             self._leave_row(sequence)
+            self._most_running += 1  # there is memory for another, and perhaps by now for two
         else:
             self.waiting.remove(sequence)
         self._release(sequence)
@@ -192,7 +194,9 @@ class Core:
     def _next_plan(self) -> npt.NDArray[np.int32]:
         """Who computes how many tokens, their pages being there: `[max_running]`."""
         while True:
-            found = plan(self.rows, self.waiting, self._limits, self._pages)
+            most = min(self._limits.max_running, self._most_running)
+            limits = replace(self._limits, max_running=most)
+            found = plan(self.rows, self.waiting, limits, self._pages)
             for sequence in found.dropped:
                 self._release(sequence)
             for sequence in found.preempted:
@@ -216,6 +220,7 @@ class Core:
             except OutOfPages:  # the device has no memory for swapped pages: it waits on
                 if not self.rows.num_running:
                     raise
+                self._most_running = self.rows.num_running
                 return
 
     def _admit(self, admission: Admission) -> int:
@@ -598,6 +603,7 @@ class Core:
             self.preempt(running[-1])
         else:
             self.finish((running or self.waiting)[0], "error", error)
+        self._most_running = max(1, self.rows.num_running)  # else who gave way would begin again
 
     def _out_of_pages(self, sequence: Sequence) -> OutOfPages:
         row, size = sequence.row, self.pool.geometry.page_size
