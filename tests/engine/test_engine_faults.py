@@ -331,3 +331,77 @@ def test_the_model_is_as_it_was(how: str, monkeypatch: pytest.MonkeyPatch) -> No
     assert model.config._attn_implementation == "sdpa"
     assert [module.training for module in model.modules()] == training
     assert [len(module._forward_hooks) for module in model.modules()] == hooks
+
+
+def test_a_wrong_seed_changes_nothing() -> None:
+    model = make(CONFIGS["llama"](), "sdpa")
+    with pytest.raises(ValueError, match="non-negative"):
+        Engine(model, max_pages=16, seed=-1)
+    assert model.config._attn_implementation == "sdpa"
+
+
+def test_the_model_is_as_it_was_though_closing_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = make(CONFIGS["llama"](), "sdpa")
+    engine = Engine(model, max_pages=16)
+
+    def fail() -> None:
+        raise Planted
+
+    monkeypatch.setattr(engine._core, "settle", fail)
+    with pytest.raises(Planted):
+        engine.close()
+    assert model.config._attn_implementation == "sdpa"
+    assert engine._pool.is_closed
+
+
+def test_a_changed_model_is_seen_though_a_step_is_in_flight(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The last request ended by a token; the step behind it was launched already."""
+    launch_ahead(monkeypatch)
+    prompt = prompts(1)[0]
+    refreshed: list[int] = []
+    monkeypatch.setattr(Runner, "refresh", lambda runner: refreshed.append(1))
+    with engine_on("llama") as engine:
+        first = engine.generate([prompt], GREEDY)[0].token_ids
+        stopping = SamplingParams(max_tokens=8, temperature=0, stop_token_ids=(first[0],))
+        engine.generate([prompt], stopping)
+        assert engine._core._flights
+        engine.generate([prompt], GREEDY)
+    assert len(refreshed) == 3
+
+
+def test_a_stream_that_has_ended_lets_a_later_request_of_its_id_live() -> None:
+    good = prompts(1)[0]
+    with engine_on("llama") as engine:
+        chunks = engine.stream(good, GREEDY)
+        name = next(chunks).request_id
+        while engine.has_unfinished:
+            engine.step()
+        engine.add_request(good, GREEDY, request_id=name)
+        list(chunks)  # to the end, behind which it is closed
+        check("llama", good, 8, run_all(engine)[name].token_ids)
+
+
+def test_an_interrupted_call_leaves_no_results_to_others() -> None:
+    with engine_on("llama") as engine:
+        remove = fail_once(engine, KeyboardInterrupt())
+        with pytest.raises(KeyboardInterrupt):
+            engine.generate(prompts(3), GREEDY)
+        remove()
+        assert engine.step() == []
+
+
+@pytest.mark.parametrize("priority", [1 << 22, -(1 << 22) - 1, 1.5, True])
+def test_a_priority_without_a_rank_is_refused(priority: Any) -> None:
+    good = prompts(1)[0]
+    with engine_on("llama") as engine:
+        for highest in (-(1 << 22), (1 << 22) - 1):
+            engine.add_request(good, GREEDY, priority=highest)
+        with pytest.raises(RequestError, match="priority"):
+            engine.add_request(good, GREEDY, priority=priority)
+        with pytest.raises(RequestError, match="priority"):
+            engine.stream(good, GREEDY, priority=priority)
+        for output in run_all(engine).values():
+            check("llama", good, 8, output.token_ids)
+        assert engine.stats().num_finished == 2
