@@ -104,6 +104,94 @@ def test_an_interrupt_while_a_step_is_waited_for_loses_no_token(
             check("llama", prompt, 8, outputs[str(number)].token_ids)
 
 
+def test_an_interrupt_behind_a_launch_loses_no_token(monkeypatch: pytest.MonkeyPatch) -> None:
+    launch_ahead(monkeypatch)
+    asked = prompts(4, seed=8)
+    with engine_on("llama") as engine:
+        for number, prompt in enumerate(asked):
+            engine.add_request(prompt, GREEDY, request_id=str(number))
+        for _ in range(3):
+            engine.step()
+        fork, left = engine._core._fork, [1]
+
+        def interrupted() -> None:
+            if left:
+                left.pop()
+                raise KeyboardInterrupt
+            fork()
+
+        monkeypatch.setattr(engine._core, "_fork", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            engine.step()
+        outputs = run_all(engine)
+        for number, prompt in enumerate(asked):
+            check("llama", prompt, 8, outputs[str(number)].token_ids)
+
+
+@pytest.mark.usefixtures("ahead")
+def test_no_memory_for_the_penalties_of_one_request_fails_it_alone(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    asked = prompts(4, seed=3)
+    with engine_on("llama") as engine:
+
+        def claim(*arguments: Any) -> int:
+            raise torch.OutOfMemoryError("by the test")
+
+        monkeypatch.setattr(engine._sampler._counts, "claim", claim)
+        params = [GREEDY] * 4
+        params[1] = SamplingParams(max_tokens=8, temperature=0, presence_penalty=0.5)
+        outputs = engine.generate(asked, params)
+        assert isinstance(outputs[1].error, torch.OutOfMemoryError)
+        for number in (0, 2, 3):
+            check("llama", asked[number], 8, outputs[number].token_ids)
+
+
+def test_where_the_host_can_pin_no_more_pages_are_computed_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    asked = prompts(6, seed=5)
+    with engine_on("llama", max_pages=22, swap_memory=1 << 20) as engine:
+
+        def save(*arguments: Any) -> list[torch.Tensor]:
+            raise RuntimeError("CUDA error: out of memory")
+
+        monkeypatch.setattr(engine._pool, "save", save)
+        params = SamplingParams(max_tokens=30, temperature=0)
+        outputs = engine.generate(asked, params)
+        stats = engine.stats()
+        assert stats.num_preemptions > stats.num_swaps == 0
+        for prompt, output in zip(asked, outputs, strict=True):
+            check("llama", prompt, 30, output.token_ids)
+
+
+def test_a_step_is_ordered_after_others_streams_first_of_all(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    happened: list[str] = []
+    with engine_on("llama") as engine:
+        engine.add_request(prompts(1)[0], GREEDY)
+        core, use_stream = engine._core, engine._pool.use_stream
+
+        def used(device: torch.device) -> None:
+            happened.append("stream")
+            use_stream(device)
+
+        monkeypatch.setattr(engine._pool, "use_stream", used)
+        for part in (core.runner, engine._sampler):
+            for name in ("move_row", "set_row", "launch"):
+                if (method := getattr(part, name, None)) is not None:
+
+                    def called(*arguments: Any, method: Any = method, **named: Any) -> Any:
+                        happened.append("work")
+                        return method(*arguments, **named)
+
+                    monkeypatch.setattr(part, name, called)
+        engine.step()
+        assert happened[0] == "stream" and "work" in happened
+        run_all(engine)
+
+
 @pytest.mark.usefixtures("ahead")
 @pytest.mark.parametrize("at", [0, 3])
 def test_a_logits_processor_that_raises_fails_its_request_alone(at: int) -> None:

@@ -182,8 +182,6 @@ class Core:
         except BaseException:  # an interrupt: pages that can be found may never be computed
             self.pool.drop_prefix_cache()
             raise
-        if launched is not None:
-            self._flights.append(launched)
         # On the CPU it is done already.
         self._land(in_flight=int(launched is not None and launched.done is not None))
 
@@ -222,6 +220,8 @@ class Core:
                     raise
                 self._most_running = self.rows.num_running
                 return
+            except Exception as error:  # no memory for the sampler, say: the others go on
+                self.finish(admission.sequence, "error", error)
 
     def _admit(self, admission: Admission) -> int:
         """Begin to run; how many tokens it computes in this step."""
@@ -328,6 +328,7 @@ class Core:
         rows = self.rows
         try:
             flight = self._sample(self.runner.launch(rows, counts, self._asking(counts)))
+            self.runner.keep_tokens(flight.rows, flight.sampled.tokens)
         except Exception as error:  # the model's, or the user's in it: the others go on
             everyone = [rows.at(row) for row in np.flatnonzero(counts).tolist()]
             logger.warning("engine: a step of %d sequences failed: %s", len(everyone), error)
@@ -336,15 +337,16 @@ class Core:
             for sequence in everyone:
                 self.finish(sequence, "error", error)
             return None
-        rows.computed += counts
-        rows.pending[flight.rows] += 1
-        ends = (counts > 0) & (rows.computed == rows.most_computed)
+        ends = (counts > 0) & (rows.computed + counts == rows.most_computed)
         if (ends & (rows.most_computed < rows.prompt)).any():
             flight.scored += [
                 rows.at(row)
                 for row in np.flatnonzero(ends & (rows.most_computed < rows.prompt)).tolist()
                 if rows.at(row).limit == rows.at(row).num_prompt
             ]
+        rows.computed += counts
+        rows.pending[flight.rows] += 1
+        self._flights.append(flight)  # at once: from here on an interrupt does not lose it
         self.num_steps += 1
         self.num_computed += int(counts.sum())
         self._fork()
@@ -380,7 +382,6 @@ class Core:
         else:
             uniform = torch.empty(0)
         sampled = self._sampler.sample(logits, chosen, uniform, num_generated, self._generated)
-        self.runner.keep_tokens(chosen, sampled.tokens)
         tokens = sampled.tokens.masked_fill(sampled.bad, NO_TOKEN)
         done = None
         if tokens.is_cuda:

@@ -585,6 +585,8 @@ class Engine:
 
     def _step(self) -> None:
         with torch.no_grad(), torch.cuda.device_of(self._core.runner.last_tokens):
+            # Others' steps may run on another stream, and still read what this one writes.
+            self._pool.use_stream(self._core.runner.last_tokens.device)
             self._core.step()
 
     def _forget(self, *requests: Request) -> None:
