@@ -46,6 +46,9 @@ HOST = torch.device("cpu")
 PRIORITY = 1 << 40
 """Ranks that one priority has: as many requests as ever come."""
 
+PRIORITIES = 1 << 22
+"""Below this they lie, and not below its negative, so that ranks are int64."""
+
 Prompt = str | SequenceOf[int]
 
 
@@ -121,6 +124,8 @@ class Engine:
                 raise RequestError(expected(name, "an int of at least 1", value, "raise it"))
         self._model = model
         self._tokenizer = tokenizer
+        self._eos_ids = _eos_ids(model, tokenizer)
+        self._seeds = np.random.default_rng(seed)
         self._lock = threading.RLock()
         self._restore = contextlib.ExitStack()
         device = model.device.type
@@ -156,8 +161,6 @@ class Engine:
             )
             self._restore = undo.pop_all()
         self._prefix_cache = prefix_cache
-        self._eos_ids = _eos_ids(model, tokenizer)
-        self._seeds = np.random.default_rng(seed)
         self._counter = itertools.count()
         self._requests: dict[str, Request] = {}
         self._finished: list[RequestOutput] = []
@@ -205,15 +208,9 @@ class Engine:
                     while request.output is None:
                         self._advance(request)
                     bar.advance(task)
-        except BaseException:
-            for request in requests:
-                self.abort(request.id)
-            raise
-        with self._lock:
-            outputs = [request.output for request in requests if request.output is not None]
-            own = set(map(id, outputs))
-            self._finished = [each for each in self._finished if id(each) not in own]
-        return outputs
+            return [request.output for request in requests if request.output is not None]
+        finally:
+            self._forget(*requests)
 
     # --- as they come -----------------------------------------------------------------------
 
@@ -271,8 +268,9 @@ class Engine:
     ) -> str:
         """Queue a request and return its id; `step` does the work. Lower priorities come first.
 
-        Raises RequestError for a prompt that is empty or too long, for an id that is in use, for
-        text or stop strings without a tokenizer; OutOfPages for one that the pool could never hold.
+        Raises RequestError for a prompt that is empty or too long, for an id that is in use, for a
+        priority beyond 23 bits, for text or stop strings without a tokenizer; OutOfPages for one
+        that the pool could never hold.
         """
         with self._lock:
             self._check_open()
@@ -376,11 +374,13 @@ class Engine:
         with self._lock:
             if self._is_closed:
                 return
-            for request_id in list(self._requests):
-                self.abort(request_id)
-            self._core.settle()
             self._is_closed = True
-            self._restore.close()
+            try:
+                for request_id in list(self._requests):
+                    self.abort(request_id)
+                self._core.settle()
+            finally:
+                self._restore.close()
 
     def __enter__(self) -> Engine:
         return self
@@ -516,8 +516,13 @@ class Engine:
         return Detokenizer(self._tokenizer, stop=tuple(params.stop))
 
     def _submit(self, request: Request, priority: int) -> None:
+        is_int = isinstance(priority, int) and not isinstance(priority, bool)
+        if not is_int or not -PRIORITIES <= priority < PRIORITIES:
+            want = f"an int from {-PRIORITIES} to {PRIORITIES - 1}"
+            raise RequestError(expected("priority", want, priority, "0 is the usual one"))
         params = request.params
-        if self._core.is_idle:
+        if not self._requests:  # a step may be in flight still that computes what nobody wants
+            self._core.settle()
             self._core.runner.refresh()
         stop_ids = params.stop_token_ids
         if not params.ignore_eos:
@@ -580,14 +585,18 @@ class Engine:
 
     def _step(self) -> None:
         with torch.no_grad(), torch.cuda.device_of(self._core.runner.last_tokens):
+            # Others' steps may run on another stream, and still read what this one writes.
+            self._pool.use_stream(self._core.runner.last_tokens.device)
             self._core.step()
 
-    def _forget(self, request: Request) -> None:
+    def _forget(self, *requests: Request) -> None:
+        """Abort those that have not ended, and let no `step` return them."""
         with self._lock:
-            if not self._is_closed:
-                self.abort(request.id)
-            if request.output in self._finished:
-                self._finished.remove(request.output)
+            for request in requests:
+                if self._requests.get(request.id) is request:  # and not a later one of this id
+                    self.abort(request.id)
+            own = {id(request.output) for request in requests}
+            self._finished = [each for each in self._finished if id(each) not in own]
 
     def _check_open(self) -> None:
         if self._is_closed:
