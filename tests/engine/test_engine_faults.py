@@ -493,3 +493,22 @@ def test_a_priority_without_a_rank_is_refused(priority: Any) -> None:
         for output in run_all(engine).values():
             check("llama", good, 8, output.token_ids)
         assert engine.stats().num_finished == 2
+
+
+def test_calls_from_inside_a_step_are_refused() -> None:
+    """The lock lets the stepping thread in; a row freed there would be computed all the same."""
+    with engine_on("llama") as engine:
+        refused = []
+
+        def meddle(tokens: list[int], logits: torch.Tensor) -> torch.Tensor:
+            for call in (engine.step, engine.close, lambda: engine.abort("other")):
+                with pytest.raises(PageForgeError, match="outside of a step"):
+                    call()
+                refused.append(call)
+            return logits
+
+        engine.add_request([3, 4], SamplingParams(max_tokens=4), request_id="other")
+        (output,) = engine.generate(
+            [[5, 6]], SamplingParams(max_tokens=2, logits_processors=[meddle])
+        )
+        assert output.error is None and len(refused) == 6

@@ -198,7 +198,7 @@ class Core:
             for sequence in found.dropped:
                 self._release(sequence)
             for sequence in found.preempted:
-                self.preempt(sequence)
+                self._run_out(sequence)
             if found.stuck is not None:
                 self.finish(found.stuck, "error", self._out_of_pages(found.stuck))
             elif not (found.dropped or found.preempted):
@@ -518,6 +518,17 @@ class Core:
 
     # --- giving up pages --------------------------------------------------------------------
 
+    def _run_out(self, sequence: Sequence) -> None:
+        """Preempt it because pages have run out, and say so."""
+        num_tokens = int(self.rows.computed[sequence.row])
+        self.preempt(sequence)
+        logger.warning(
+            "engine: out of pages; %r gives up its %d computed tokens (%s)",
+            sequence.owner if sequence.owner is not None else sequence,
+            num_tokens,
+            "computes them again" if sequence.swapped is None else "swapped to the host",
+        )
+
     def preempt(self, sequence: Sequence) -> None:
         """Take row and pages from a running sequence; it waits, and goes on later."""
         num_tokens = int(self.rows.computed[sequence.row])
@@ -532,12 +543,6 @@ class Core:
         sequence.num_preemptions += 1
         self.num_preemptions += 1
         bisect.insort(self.waiting, sequence, key=_by_rank)
-        logger.warning(
-            "engine: out of pages; %r gives up its %d computed tokens (%s)",
-            sequence.owner if sequence.owner is not None else sequence,
-            num_tokens,
-            "computes them again" if swapped is None else "swapped to the host",
-        )
 
     def give_up_pages(self, *, swap: bool = True) -> None:
         """Every sequence gives its pages up, to go on later; without `swap` the host's as well."""
@@ -605,7 +610,7 @@ class Core:
             for sequence in holders:
                 self._release(sequence)
         elif len(running) > 1:
-            self.preempt(running[-1])
+            self._run_out(running[-1])
         else:
             self.finish((running or self.waiting)[0], "error", error)
         self._most_running = max(1, self.rows.num_running)  # else who gave way would begin again

@@ -167,6 +167,7 @@ class Engine:
         self._num_finished = 0
         self._num_cached = 0
         self._is_asleep = False
+        self._is_stepping = False
         self._is_closed = False
 
     # --- whole answers ----------------------------------------------------------------------
@@ -291,6 +292,8 @@ class Engine:
     def abort(self, request_id: str) -> bool:
         """End a request; its pages are free at once. Whether there was one of this id."""
         with self._lock:
+            if not self._is_closed:
+                self._check_open()
             request = self._requests.get(request_id)
             if request is None:
                 return False
@@ -374,6 +377,7 @@ class Engine:
         with self._lock:
             if self._is_closed:
                 return
+            self._check_open()
             self._is_closed = True
             try:
                 for request_id in list(self._requests):
@@ -587,7 +591,11 @@ class Engine:
         with torch.no_grad(), torch.cuda.device_of(self._core.runner.last_tokens):
             # Others' steps may run on another stream, and still read what this one writes.
             self._pool.use_stream(self._core.runner.last_tokens.device)
-            self._core.step()
+            self._is_stepping = True
+            try:
+                self._core.step()
+            finally:
+                self._is_stepping = False
 
     def _forget(self, *requests: Request) -> None:
         """Abort those that have not ended, and let no `step` return them."""
@@ -599,6 +607,11 @@ class Engine:
             self._finished = [each for each in self._finished if id(each) not in own]
 
     def _check_open(self) -> None:
+        if self._is_stepping:  # the lock lets this thread in
+            raise PageForgeError(
+                "engine: expected a call from outside of a step, got one from a logits processor, "
+                "a hook or the tokenizer; make it when the step is over"
+            )
         if self._is_closed:
             raise PageForgeError("engine: expected an open one, got one that was closed; make anew")
 

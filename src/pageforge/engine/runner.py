@@ -411,7 +411,13 @@ class Runner:
     # --- graphs -----------------------------------------------------------------------------
 
     def refresh(self) -> None:
-        """Drop captured steps if the model is not what it was when they were captured."""
+        """Drop captured steps if the model is not what it was when they were captured.
+
+        And forget why there are none: hooks may be gone, and memory be there.
+        """
+        self._graphs = {
+            shape: graph for shape, graph in self._graphs.items() if not isinstance(graph, str)
+        }
         if self._state is not None and (change := self._state.change()) is not None:
             logger.info("engine: %s; steps are captured anew", change)
             self.forget_graphs()
