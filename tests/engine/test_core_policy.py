@@ -320,7 +320,7 @@ class PolicyWindowsSwapped(PolicyInFlight):
     windows = (P + 1, None)
 
 
-FEW = settings(max_examples=120, stateful_step_count=40)
+FEW = settings(max_examples=80, stateful_step_count=40)
 """Of the profile "fixed"; any other runs as many examples as it says."""
 
 MACHINES = [Policy, PolicyInFlight, PolicyOneToken, PolicyWindows, PolicyWindowsSwapped]

@@ -8,6 +8,7 @@ computed once too often, which nobody sees.
 from __future__ import annotations
 
 import bisect
+from collections import deque
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -110,7 +111,7 @@ class Core:
         self._limits = limits
         self._listener = listener
         self._pages = _PoolPages(pool)
-        self._flight: Flight | None = None
+        self._flights: deque[Flight] = deque()  # launched, the oldest first
         self._kept: list[Any] = []
         self._parents: list[Sequence] = []
         self._has_windows = any(group.shape.window for group in pool.geometry.groups)
@@ -127,7 +128,7 @@ class Core:
     @property
     def is_idle(self) -> bool:
         """Whether there is nothing to do."""
-        return not (self.waiting or self.rows.num_running or self._flight)
+        return not (self.waiting or self.rows.num_running or self._flights)
 
     def add(self, sequence: Sequence) -> None:
         """It waits for its turn."""
@@ -170,15 +171,19 @@ class Core:
 
     def step(self) -> None:
         """Launch the next step, then look at what the last one gave."""
-        if self._needs_host:
-            self._land()
+        # Two are in flight only if the last call was interrupted.
+        self._land(in_flight=0 if self._needs_host else 1)
         if self._may_compact:
             self._compact()
-        launched = self._launch(self._next_plan())
-        self._land()
-        self._flight = launched
-        if launched is not None and launched.done is None:  # on the CPU: it is done already
-            self._land()
+        try:
+            launched = self._launch(self._next_plan())
+        except BaseException:  # an interrupt: pages that can be found may never be computed
+            self.pool.drop_prefix_cache()
+            raise
+        if launched is not None:
+            self._flights.append(launched)
+        # On the CPU it is done already.
+        self._land(in_flight=int(launched is not None and launched.done is not None))
 
     def settle(self) -> None:
         """Look at what the step in flight gives, if there is one; launch nothing."""
@@ -199,6 +204,7 @@ class Core:
                 try:
                     self._admit_all(found.admitted, counts)
                     self._grow(counts)
+                    self._publish_prompts(counts)
                     return counts
                 except OutOfPages as error:  # the device itself has no memory left
                     self._yield_memory(error)
@@ -229,10 +235,8 @@ class Core:
         self.rows.put(sequence, row, sequence.pages.length)
         self._describe(sequence)
         self._set_pages(sequence, 0)
-        wanted = min(sequence.goal - sequence.num_computed, admission.num_tokens)
-        self._publish(sequence, sequence.num_computed + wanted)
         self._listener.on_scheduled(sequence)
-        return wanted
+        return min(sequence.goal - sequence.num_computed, admission.num_tokens)
 
     def _begin(self, sequence: Sequence) -> None:
         """Give it a page table, over known pages if it shares those of others."""
@@ -290,9 +294,6 @@ class Core:
                 length = sequence.pages.length
                 self._set_pages(sequence, (length - missing) // size)
                 rows.room[sequence.row] = length
-        for row in short:
-            if counts[row] > 1:
-                self._publish(rows.at(row), int(lengths[row]))
 
     def _set_pages(self, sequence: Sequence, first: int) -> None:
         """Tell the runner of a sequence's pages from logical page `first` on."""
@@ -300,6 +301,14 @@ class Core:
         for group in range(len(self.pool.geometry.groups)):
             entries = sequence.pages.entries(first, stop, group)
             self.runner.set_pages(group, sequence.row, first, entries)
+
+    def _publish_prompts(self, counts: npt.NDArray[np.int32]) -> None:
+        """Let others find the pages that prompts fill in this step, for theirs come after it."""
+        rows, size = self.rows, self.pool.geometry.page_size
+        reached = rows.computed + counts
+        fills = (rows.computed < rows.prompt) & (reached // size > rows.computed // size)
+        for row in np.flatnonzero(fills).tolist():
+            self._publish(rows.at(row), int(reached[row]))
 
     def _publish(self, sequence: Sequence, num_tokens: int) -> None:
         """Let others find the pages of its first `num_tokens` tokens, which are known."""
@@ -428,13 +437,15 @@ class Core:
 
     # --- what a step gave -------------------------------------------------------------------
 
-    def _land(self) -> None:
-        """Wait for the step in flight, and take its tokens."""
-        flight, self._flight = self._flight, None
-        if flight is None:
-            return
-        if flight.done is not None:
-            flight.done.synchronize()
+    def _land(self, in_flight: int = 0) -> None:
+        """Wait for the steps in flight, all but the last `in_flight`, and take their tokens."""
+        while len(self._flights) > in_flight:
+            done = self._flights[0].done
+            if done is not None:
+                done.synchronize()  # an interrupt while it waits loses nothing
+            self._take_all(self._flights.popleft())
+
+    def _take_all(self, flight: Flight) -> None:
         if flight.logprobs is not None:
             flight.logprobs = flight.logprobs.on_host()
         for sequence, first, logprobs in flight.prompts:
@@ -478,6 +489,8 @@ class Core:
         if token == NO_TOKEN:
             self._forget_last_token(sequence)
             error = flight.sampled.errors.get(place)
+            if error is None:
+                self.pool.drop_prefix_cache()  # its K/V may make no sense either
             self.finish(sequence, "error", error or PageForgeError(NO_SENSE))
             return
         if len(self._tokens(sequence)) == sequence.num_prompt + 1:

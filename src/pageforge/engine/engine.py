@@ -137,14 +137,14 @@ class Engine:
                 PagePool.for_model(model, page_size, max_pages, max_memory)
             )
             self._most_pages = self._pool.num_available
-            self._max_tokens = longest_sequence(model, self._most_pages * page_size)
+            self._max_tokens = longest_sequence(model)
             self._vocab_size = int(model.config.get_text_config().vocab_size)
             runner = Runner(
                 model,
                 self._pool,
                 max_running=max_running,
                 max_batch_tokens=tokens,
-                max_tokens=self._max_tokens,
+                max_tokens=min(self._max_tokens, self._most_pages * page_size),
                 compile=compile,
                 allow_hooks=allow_hooks,
             )
@@ -438,7 +438,8 @@ class Engine:
             return  # all completions have the same prompt
         tokens, k = request.prompt_ids[first : first + len(logprobs.chosen)], request.prompt_k
         request.take_prompt_logprobs(
-            [token_logprobs_of(logprobs, place, token, k) for place, token in enumerate(tokens)]
+            first,
+            [token_logprobs_of(logprobs, place, token, k) for place, token in enumerate(tokens)],
         )
 
     def on_finish(self, sequence: Sequence, reason: FinishReason, cause: Any) -> None:
@@ -470,10 +471,8 @@ class Engine:
             )
         self._sampler.check(params)
         if len(ids) > self._max_tokens:
-            fix = "cut it, or make the pool larger if that is what limits it"
-            raise RequestError(
-                expected("prompt", f"at most {self._max_tokens} tokens", len(ids), fix)
-            )
+            want = f"at most {self._max_tokens} tokens, as many as the model has positions"
+            raise RequestError(expected("prompt", want, len(ids), "cut it"))
         # The last token's own K/V are not needed, so it may be one more than there are positions.
         most = self._max_tokens + 1 - len(ids)
         if params.max_tokens > most:

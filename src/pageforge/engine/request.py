@@ -117,9 +117,9 @@ class Request:
             self._show(branch, text, [token])
         return stop
 
-    def take_prompt_logprobs(self, logprobs: list[TokenLogprobs]) -> None:
-        """Of the next prompt tokens."""
-        self._prompt_logprobs += logprobs
+    def take_prompt_logprobs(self, first: int, logprobs: list[TokenLogprobs]) -> None:
+        """Of prompt tokens from position `first` on; again, if the prompt is computed again."""
+        self._prompt_logprobs[first : first + len(logprobs)] = logprobs
 
     def end(self, sequence: Sequence, reason: FinishReason, cause: Any) -> bool:
         """A completion has ended; whether it was the last one."""

@@ -550,8 +550,8 @@ def check_model(model: PreTrainedModel) -> None:
             )
 
 
-def longest_sequence(model: PreTrainedModel, pool_tokens: int) -> int:
-    """Tokens that a sequence may have K/V of: what positions, and the pool's pages, suffice for."""
+def longest_sequence(model: PreTrainedModel) -> int:
+    """Tokens that a sequence may have K/V of: as many as the model has positions."""
     positions = getattr(model.config, "max_position_embeddings", None)
-    bounds = [pool_tokens, MAX_TOKENS, positions, learned_positions(model)]
+    bounds = [MAX_TOKENS, positions, learned_positions(model)]
     return min(bound for bound in bounds if bound)

@@ -200,7 +200,7 @@ def _first_uncomputed_pages(
     return {
         _page_after(rows.tokens[row, : rows.length[row]], int(rows.computed[row]), page_size)
         for row in np.flatnonzero(counts > 1).tolist()
-        if rows.at(row).shares
+        if rows.at(row).cursors  # else it publishes none
     }
 
 

@@ -1,0 +1,333 @@
+"""What goes wrong fails alone: the request, or the step; the rest go on, and nothing leaks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from tests.engine.served import Tokenizer, check, engine_on, launch_ahead, prompts, run_all
+from tests.hf.tiny_models import CONFIGS, VOCABULARY, make
+
+from pageforge import OutOfPages, PageForgeError
+from pageforge.engine import Engine, SamplingParams
+from pageforge.engine.runner import Runner
+from pageforge.errors import ParamsError, RequestError
+
+GREEDY = SamplingParams(max_tokens=8, temperature=0)
+
+
+class Planted(Exception):
+    pass
+
+
+@pytest.fixture(params=[False, True], ids=["at once", "ahead"])
+def ahead(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    if request.param:
+        launch_ahead(monkeypatch)
+
+
+def fail_once(engine: Engine, error: BaseException) -> Callable[[], None]:
+    """The model raises in its next forward, in the middle; returns what takes the hook away."""
+    left = [error]
+
+    def hook(*arguments: Any) -> None:
+        if left:
+            raise left.pop()
+
+    return engine._model.get_decoder().layers[1].register_forward_pre_hook(hook).remove
+
+
+@pytest.mark.usefixtures("ahead")
+@pytest.mark.parametrize("steps", [0, 1], ids=["prompts", "decoding"])
+def test_a_model_that_raises_fails_the_step_alone(steps: int) -> None:
+    asked = [(number, *range(10, 30)) for number in range(3, 9)]
+    with engine_on("llama", max_running=4) as engine:
+        for number, prompt in enumerate(asked):
+            engine.add_request(prompt, GREEDY, request_id=str(number))
+        for _ in range(steps):
+            engine.step()
+        remove = fail_once(engine, Planted("by the test"))
+        outputs = run_all(engine)
+        remove()
+        failed = [name for name, each in outputs.items() if each.finish_reason == "error"]
+        assert failed and all(isinstance(outputs[name].error, Planted) for name in failed)
+        assert len(failed) < len(asked)
+        for number, prompt in enumerate(asked):
+            if str(number) not in failed:
+                check("llama", prompt, 8, outputs[str(number)].token_ids)
+        for prompt in asked:  # nothing that was not computed is found
+            check("llama", prompt, 8, engine.generate([prompt], GREEDY)[0].token_ids)
+
+
+@pytest.mark.usefixtures("ahead")
+def test_an_interrupted_step_leaves_nothing_to_find_that_was_not_computed() -> None:
+    asked = [(number, *range(10, 30)) for number in range(3, 7)]
+    with engine_on("llama") as engine:
+        for number in range(2):
+            engine.add_request(asked[number], GREEDY, request_id=str(number))
+        remove = fail_once(engine, KeyboardInterrupt())
+        with pytest.raises(KeyboardInterrupt):
+            engine.generate(asked[2:], GREEDY)
+        remove()
+        for prompt in asked[2:]:
+            check("llama", prompt, 8, engine.generate([prompt], GREEDY)[0].token_ids)
+        outputs = run_all(engine)
+        for number in range(2):
+            check("llama", asked[number], 8, outputs[str(number)].token_ids)
+
+
+def test_an_interrupt_while_a_step_is_waited_for_loses_no_token(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    launch_ahead(monkeypatch)
+    asked = prompts(4, seed=8)
+    with engine_on("llama") as engine:
+        for number, prompt in enumerate(asked):
+            engine.add_request(prompt, GREEDY, request_id=str(number))
+        for _ in range(3):
+            engine.step()
+        flight = engine._core._flights[0]
+        done = flight.done
+
+        class Interrupted:
+            def synchronize(self) -> None:
+                flight.done = done
+                raise KeyboardInterrupt
+
+        flight.done = Interrupted()
+        with pytest.raises(KeyboardInterrupt):
+            engine.step()
+        outputs = run_all(engine)
+        for number, prompt in enumerate(asked):
+            check("llama", prompt, 8, outputs[str(number)].token_ids)
+
+
+@pytest.mark.usefixtures("ahead")
+@pytest.mark.parametrize("at", [0, 3])
+def test_a_logits_processor_that_raises_fails_its_request_alone(at: int) -> None:
+    def processor(generated: list[int], logits: torch.Tensor) -> torch.Tensor:
+        if len(generated) == at:
+            raise Planted
+        return logits
+
+    asked = prompts(5, seed=3)
+    with engine_on("llama") as engine:
+        params = [GREEDY] * 5
+        params[2] = SamplingParams(max_tokens=8, temperature=0, logits_processors=(processor,))
+        outputs = engine.generate(asked, params)
+        assert isinstance(outputs[2].error, Planted)
+        check("llama", asked[2], at, outputs[2].token_ids)
+        for number in (0, 1, 3, 4):
+            check("llama", asked[number], 8, outputs[number].token_ids)
+
+
+@pytest.mark.usefixtures("ahead")
+def test_logits_processors_see_the_tokens_so_far() -> None:
+    seen: list[list[int]] = []
+
+    def processor(generated: list[int], logits: torch.Tensor) -> torch.Tensor:
+        seen.append(list(generated))
+        return logits
+
+    asked = prompts(3, seed=3)
+    with engine_on("llama") as engine:
+        params = SamplingParams(max_tokens=5, temperature=0, logits_processors=(processor,))
+        output = engine.generate(asked, [GREEDY, params, GREEDY])[1]
+    assert seen == [list(output.token_ids[:count]) for count in range(5)]
+
+
+@pytest.mark.usefixtures("ahead")
+def test_nan_logits_fail_their_request_alone_and_leave_no_pages_to_find() -> None:
+    asked = [(*prompt, *range(3, 30)) for prompt in prompts(4, seed=4)]
+    asked[1] = (77, *asked[1])
+    with engine_on("llama") as engine:
+        embeddings = engine._model.get_input_embeddings()
+
+        def hook(module: Any, arguments: Any, output: torch.Tensor) -> torch.Tensor:
+            return output.masked_fill((arguments[0] == 77)[..., None], torch.nan)
+
+        handle = embeddings.register_forward_hook(hook)
+        outputs = engine.generate(asked, GREEDY)
+        handle.remove()
+        is_hit = [
+            77 in (*prompt, *output.token_ids[:-1])
+            for prompt, output in zip(asked, outputs, strict=True)
+        ]
+        assert is_hit[1] and not all(is_hit)
+        for prompt, output, hit in zip(asked, outputs, is_hit, strict=True):
+            if hit:
+                assert "NaN" in str(output.error)
+            else:
+                check("llama", prompt, 8, output.token_ids)
+        assert list(outputs[1].token_ids) == []
+        check("llama", asked[1], 8, engine.generate([asked[1]], GREEDY)[0].token_ids)
+
+
+def test_a_device_that_is_full_makes_requests_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = prompts(6, seed=5)
+    with engine_on("llama") as engine:
+        reserve, left = engine._pool._reserve, [3]
+
+        def refusing(needed: Any) -> None:
+            if any(needed) and left[0] and engine._core.rows.num_running > 1:
+                left[0] -= 1
+                raise OutOfPages(sum(needed), 0)
+            reserve(needed)
+
+        monkeypatch.setattr(engine._pool, "_reserve", refusing)
+        outputs = engine.generate(asked, GREEDY)
+        assert left == [0] and engine.stats().num_preemptions > 0
+        for prompt, output in zip(asked, outputs, strict=True):
+            check("llama", prompt, 8, output.token_ids)
+
+
+class Undecodable(Tokenizer):
+    def decode(self, token_ids: Any, **options: Any) -> str:
+        raise Planted
+
+
+@pytest.mark.parametrize("stop", [(), ("A",)])
+def test_a_tokenizer_that_cannot_decode_fails_its_requests(stop: tuple[str, ...]) -> None:
+    with engine_on("llama", tokenizer=Undecodable()) as engine:
+        params = SamplingParams(max_tokens=8, temperature=0, stop=stop)
+        output = engine.generate([prompts(1)[0]], params)[0]
+        assert output.finish_reason == "error"
+        assert isinstance(output.error, Planted)
+
+
+# Requests that cannot be right.
+
+
+@pytest.mark.parametrize(
+    ("prompt", "error", "match"),
+    [
+        ([], RequestError, "at least one token"),
+        ([VOCABULARY], RequestError, "token ids from 0"),
+        ([-1], RequestError, "token ids from 0"),
+        ("text", RequestError, "tokenizer"),
+        ([5] * 257, RequestError, "at most 256 tokens"),
+    ],
+)
+def test_a_wrong_prompt_is_refused(prompt: Any, error: type[Exception], match: str) -> None:
+    good = prompts(1)[0]
+    with engine_on("llama") as engine:
+        engine.add_request(good, GREEDY, request_id="good")
+        with pytest.raises(error, match=match):
+            engine.add_request(prompt, GREEDY)
+        with pytest.raises(error, match=match):
+            engine.generate([list(good), prompt], GREEDY)
+        check("llama", good, 8, run_all(engine)["good"].token_ids)
+        assert engine.stats().num_finished == 1
+
+
+def test_an_empty_stop_string_is_refused() -> None:
+    with pytest.raises(ParamsError, match="empty"):
+        SamplingParams(stop="")
+
+
+def test_an_id_in_use_is_refused_and_one_that_was_is_not() -> None:
+    good = prompts(1)[0]
+    with engine_on("llama") as engine:
+        assert engine.add_request(good, GREEDY, request_id="one") == "one"
+        with pytest.raises(RequestError, match="in use"):
+            engine.add_request(good, GREEDY, request_id="one")
+        check("llama", good, 8, run_all(engine)["one"].token_ids)
+        engine.add_request(good, GREEDY, request_id="one")
+        run_all(engine)
+        assert not engine.abort("one")
+
+
+@pytest.mark.usefixtures("ahead")
+@pytest.mark.parametrize("count", [0, 1, 2])
+@pytest.mark.parametrize("length", [1, 7, 8, 9, 64])
+def test_exactly_as_many_tokens_as_asked_for(length: int, count: int) -> None:
+    prompt = prompts(1, longest=64)[0] * 64
+    with engine_on("llama", max_batch_tokens=16) as engine:
+        for _ in range(2):  # computed, then found
+            params = SamplingParams(max_tokens=count, temperature=0, n=2)
+            for completion in engine.generate([prompt[:length]], params)[0].outputs:
+                assert completion.finish_reason == "length"
+                check("llama", prompt[:length], count, completion.token_ids)
+
+
+@pytest.mark.usefixtures("ahead")
+@pytest.mark.parametrize("name", ["llama", "gpt2"])
+@pytest.mark.parametrize("missing", [0, 1, 2, 9])
+def test_prompts_at_the_position_limit(name: str, missing: int) -> None:
+    """A prompt of all positions still has one token after it, whose own K/V are not needed."""
+    positions = 256 if name == "llama" else 128
+    prompt = (prompts(1, seed=6)[0] * 256)[: positions - missing]
+    with engine_on(name) as engine:
+        output = engine.generate([prompt], SamplingParams(max_tokens=40, temperature=0))[0]
+        assert output.finish_reason == "length"
+        assert len(output.token_ids) == missing + 1
+        ids = torch.tensor([[*prompt, *output.token_ids[:-1]]])
+        with torch.no_grad():
+            logits = engine._model(input_ids=ids, use_cache=False).logits[0, len(prompt) - 1 :]
+        assert logits.argmax(-1).tolist() == list(output.token_ids)
+
+
+def test_requests_that_just_fit_the_pool_end_and_larger_ones_are_refused() -> None:
+    prompt = (prompts(1, seed=7)[0] * 64)[:32]
+    with engine_on("llama", max_pages=4) as engine:
+        params = SamplingParams(max_tokens=1, temperature=0, n=3)
+        for completion in engine.generate([prompt], params)[0].outputs:
+            check("llama", prompt, 1, completion.token_ids)
+        params = SamplingParams(max_tokens=9, temperature=0, n=3)
+        for completion in engine.generate([prompt[:24]], params)[0].outputs:
+            check("llama", prompt[:24], 9, completion.token_ids)
+        with pytest.raises(PageForgeError, match="larger"):
+            engine.generate([[*prompt, 5]], params)
+        with pytest.raises(OutOfPages, match="needed 5, available 4"):
+            engine.generate([prompt], SamplingParams(max_tokens=2, temperature=0))
+
+
+# The model afterwards.
+
+
+@pytest.mark.parametrize("how", ["close", "with", "raise", "refused", "twice"])
+def test_the_model_is_as_it_was(how: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = make(CONFIGS["llama"](), "sdpa")
+    model.train()
+    model.model.layers[1].eval()
+    model.model.layers[0].mlp.register_forward_hook(lambda *arguments: None)
+    training = [module.training for module in model.modules()]
+    hooks = [len(module._forward_hooks) for module in model.modules()]
+    prompt = list(prompts(1)[0])
+    if how == "close":
+        engine = Engine(model, max_pages=16)
+        engine.add_request(prompt, GREEDY)
+        engine.step()
+        assert model.config._attn_implementation == "pageforge" and not model.training
+        engine.close()
+        engine.close()
+        assert engine._pool.is_closed
+        for call in (engine.step, engine.stats, engine.sleep, lambda: engine.generate([prompt])):
+            with pytest.raises(PageForgeError, match="closed"):
+                call()
+    elif how == "with":
+        with Engine(model, max_pages=16) as engine:
+            engine.generate([prompt], GREEDY)
+    elif how == "raise":
+        with pytest.raises(Planted), Engine(model, max_pages=16) as engine:
+            engine.add_request(prompt, GREEDY)
+            engine.step()
+            raise Planted
+        assert engine._pool.is_closed
+    elif how == "refused":
+
+        def refuse(runner: Runner) -> None:
+            raise Planted
+
+        monkeypatch.setattr(Runner, "try_model", refuse)
+        with pytest.raises(Planted):
+            Engine(model, max_pages=16)
+    else:
+        for _ in range(2):
+            with Engine(model, max_pages=16) as engine:
+                engine.generate([prompt], GREEDY)
+    assert model.config._attn_implementation == "sdpa"
+    assert [module.training for module in model.modules()] == training
+    assert [len(module._forward_hooks) for module in model.modules()] == hooks
