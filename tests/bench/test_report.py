@@ -5,6 +5,7 @@ import json
 import math
 from pathlib import Path
 
+import pytest
 import torch
 from rich.console import Console
 
@@ -53,14 +54,28 @@ def test_cells() -> None:
     ]
 
 
-def test_a_table_is_not_cut_in_a_pipe() -> None:
+@pytest.mark.parametrize("is_terminal", [False, True])
+def test_a_table_is_not_cut(is_terminal: bool) -> None:
     screen = io.StringIO()
-    console = wide(Console(file=screen))
-    columns = [f"column {n}" for n in range(12)]
+    console = wide(Console(file=screen, width=40, force_terminal=is_terminal, color_system=None))
+    columns = [f"column{n}" for n in range(12)]
     rows = [["name", *range(11)], ["broken", "RuntimeError: why"]]
     console.print(table("a title", columns, rows))
     lines = [line.rstrip() for line in screen.getvalue().splitlines()]
     assert lines[0] == "a title"
-    assert lines[1] == " ".join(columns)
+    assert lines[1] == "  ".join(columns)
     assert lines[2].split() == ["name", *map(str, range(11))]
     assert lines[3] == "broken: RuntimeError: why"
+
+
+def test_names_of_columns_break_where_their_values_are_narrower() -> None:
+    screen = io.StringIO()
+    rows = [["engine", 12345.6, None], ["squeezed", 1.0, 7]]
+    Console(file=screen).print(table("a title", ["way", "first run s", "pool MB"], rows))
+    assert [line.rstrip() for line in screen.getvalue().splitlines()] == [
+        "a title",
+        "           first  pool",
+        "way        run s    MB",
+        "engine    12,346     -",
+        "squeezed       1     7",
+    ]

@@ -96,6 +96,7 @@ def test_draws_depend_on_seed_and_number_alone(tmp_path: Path) -> None:
         ('{"prompt": "a", "id": true}', "id: expected text or a whole number"),
         ('{"prompt": "a", "id": []}', "id: expected text or a whole number"),
         ('{"prompt": "a", "temprature": 1}', "got 'temprature'; did you mean temperature?"),
+        ('{"promt": "a"}', "got 'promt'; did you mean prompt?"),
         ('{"prompt": "a", "messages": []}', "got 'messages'; take it out"),
         ('{"prompt": "a", "logits_processors": []}', "got 'logits_processors'"),
         ('{"prompt": "a", "temperature": -1}', "temperature: expected"),

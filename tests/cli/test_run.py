@@ -96,6 +96,16 @@ def test_the_table(invoke, tiny: str) -> None:
         assert word in shown
 
 
+def test_several_answers_to_one_prompt_are_told_apart(invoke, tiny: str) -> None:
+    shown = invoke("run", "that is the question", "-m", tiny, "-n", "5", "--completions", "2")
+    assert "[1.1] that is" in shown.stdout
+    assert "[1.2] that is" in shown.stdout
+    cached, asked = re.search(r"^prefix hits +(\d+) of (\d+)", shown.stdout, re.M).groups()
+    (prompt_tokens,) = re.search(r"^tokens +(\d+) \+", shown.stdout, re.M).groups()
+    assert int(asked) == 2 * int(prompt_tokens)
+    assert 0 < int(cached) < int(asked)
+
+
 def test_seeds(invoke, tiny: str) -> None:
     def text(seed: int) -> str:
         arguments = ("-t", "1", "--seed", str(seed), "-n", "30", "-m", tiny, "--json", "--compare")

@@ -9,6 +9,7 @@ import platform
 import shlex
 import subprocess
 import sys
+import textwrap
 import time
 from collections.abc import Sequence
 from importlib import metadata
@@ -16,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from rich.console import Console, Group
+from rich.console import Console, Group, JustifyMethod
 from rich.table import Table
 from rich.text import Text
 
@@ -92,15 +93,19 @@ def machine(device: torch.device, commit: str | None = None) -> dict[str, Any]:
 def table(title: str, columns: Sequence[str], rows: Sequence[Sequence[object]]) -> Group:
     """Numbers to the right, three significant digits; None shows as a dash.
 
+    A column is as wide as its values, or as the longest word of its name: names take several lines.
     A row of a name and text alone is of something that failed: it goes below the table.
     """
-    shown = Table(box=None, pad_edge=False, padding=(0, 1, 0, 0), header_style="bold")
-    for index, column in enumerate(columns):
-        shown.add_column(column, justify="left" if index == 0 else "right", no_wrap=True)
+    shown = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold")
     failed = [Text(f"{row[0]}: {row[1]}") for row in rows if len(row) == FAILED]
-    for row in rows:
-        if len(row) != FAILED:
-            shown.add_row(*map(cell, row))
+    cells = [list(map(cell, row)) for row in rows if len(row) != FAILED]
+    for index, column in enumerate(columns):
+        width = max(map(len, [*column.split(), *(row[index] for row in cells)]))
+        name = "\n".join(textwrap.wrap(column, width, break_on_hyphens=False))
+        justify: JustifyMethod = "left" if index == 0 else "right"
+        shown.add_column(name, justify=justify, no_wrap=True, vertical="bottom")
+    for row in cells:
+        shown.add_row(*row)
     return Group(Text(title, "bold"), shown, *failed)
 
 
@@ -118,9 +123,8 @@ def cell(value: object) -> str:
 
 
 def wide(console: Console) -> Console:
-    """`console`, wide enough for our tables also where there is no screen."""
-    if not console.is_terminal:
-        console.width = max(console.width, 150)
+    """`console`, wide enough for our tables: a narrow terminal breaks their lines, we cut none."""
+    console.width = max(console.width, 150)
     return console
 
 

@@ -19,7 +19,8 @@ class InOrder:
     def __init__(self, jobs: Iterable[Job], console: Console):
         self._console = console
         self._left = deque(jobs)
-        self._has_titles = len(self._left) > 1
+        self._is_one_job = len(self._left) == 1
+        self._has_titles = sum(job.params.n for job in self._left) > 1
         self._there: dict[str, Result] = {}
         self._is_first = True
 
@@ -32,7 +33,7 @@ class InOrder:
     def _print(self, result: Result) -> None:
         job, output, error = result
         if error is not None:
-            if self._has_titles:  # of a single one it is said at the end
+            if not self._is_one_job:  # of a single one it is said at the end
                 self.print_answer(job.id, job.title, f"error: {error_line(error)}")
             return
         assert output is not None
@@ -61,7 +62,7 @@ def engine_summary(result: dict[str, Any]) -> Table:
         ("done before", f"{engine['requests_before']:,}"),
         ("cut short", f"{engine['cut_short']:,} by the pool's size or the model's positions"),
         *_cache_rows(result, pages="pages at the peak"),
-        ("prefix hits", f"{engine['cached_tokens']:,} of {paged['prompt_tokens']:,} prompt tokens"),
+        ("prefix hits", _hits(engine)),
         ("preemptions", f"{engine['preemptions']:,}"),
         ("at the end", f"{paged['pages_used_after']} pages used"),
     ]
@@ -97,6 +98,10 @@ def cache_summary(result: dict[str, Any]) -> Table:
         label = "bytes taken" if name == "bytes mapped" else name
         table.add_row(label, value, *beside.get(name, []))
     return table
+
+
+def _hits(engine: dict[str, Any]) -> str:
+    return f"{engine['cached_tokens']:,} of {engine['asked_tokens']:,} prompt tokens"
 
 
 def _cache_rows(result: dict[str, Any], pages: str) -> list[tuple[str, str]]:

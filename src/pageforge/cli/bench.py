@@ -282,7 +282,9 @@ def throughput(
             metavar="NAME",
         ),
     ] = None,
-    quick: Quick = False,
+    quick: Annotated[
+        bool, options.flag("--quick", help="Counts and lengths over 8, one repeat.", panel=WHAT)
+    ] = False,
     seconds: Seconds = SECONDS,
     out: Out = None,
     commit: Commit = None,

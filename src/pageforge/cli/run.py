@@ -363,6 +363,7 @@ def _engine_numbers(
             "requests_failed": requests.num_failed,
             "requests_before": before,
             "cut_short": requests.num_cut,
+            "asked_tokens": requests.asked_tokens,
             "cached_tokens": stats.num_cached_tokens,
             "preemptions": stats.num_preemptions,
             "swaps": stats.num_swaps,

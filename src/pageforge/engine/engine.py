@@ -6,14 +6,17 @@ import asyncio
 import contextlib
 import dataclasses
 import itertools
+import operator
+import reprlib
 import threading
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Iterable, Iterator, Mapping
 from collections.abc import Sequence as SequenceOf
 from types import TracebackType
 from typing import Any
 
 import numpy as np
 import torch
+from rich.console import Console
 from rich.progress import Progress
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils import logging
@@ -46,8 +49,8 @@ HOST = torch.device("cpu")
 PRIORITY = 1 << 40
 """Ranks that one priority has: as many requests as ever come."""
 
-PRIORITIES = 1 << 22
-"""Below this they lie, and not below its negative, so that ranks are int64."""
+MOST_PRIORITY = (1 << 22) - 1
+"""The largest, either way: ranks are int64."""
 
 Prompt = str | SequenceOf[int]
 
@@ -183,7 +186,7 @@ class Engine:
 
         `params`: for all, or one each. A request that fails on the way has `error` set, and the
         others go on; one that cannot be right (see `add_request`) raises before any begins.
-        `progress`: show a bar. A single prompt gives a list of one.
+        `progress`: show a bar on stderr. A single prompt gives a list of one.
         """
         listed = _listed(prompts)
         if params is None or isinstance(params, SamplingParams):
@@ -203,7 +206,8 @@ class Engine:
             for request in requests:
                 self._submit(request, 0)
         try:
-            with Progress(disable=not progress, transient=True) as bar:
+            console = Console(stderr=True)
+            with Progress(console=console, disable=not progress, transient=True) as bar:
                 task = bar.add_task("requests", total=len(requests))
                 for request in requests:
                     while request.output is None:
@@ -269,9 +273,11 @@ class Engine:
     ) -> str:
         """Queue a request and return its id; `step` does the work. Lower priorities come first.
 
-        Raises RequestError for a prompt that is empty or too long, for an id that is in use, for a
-        priority beyond 23 bits, for text or stop strings without a tokenizer; OutOfPages for one
-        that the pool could never hold.
+        `priority`: up to 2^22 - 1 either way.
+
+        Raises RequestError for a prompt that is empty, too long or neither text nor token ids, for
+        an id that is in use, for text or stop strings without a tokenizer; OutOfPages for one that
+        the pool could never hold.
         """
         with self._lock:
             self._check_open()
@@ -451,6 +457,11 @@ class Engine:
     ) -> Request:
         """A request that can be right, not submitted yet. Raises RequestError, OutOfPages."""
         self._check_open()
+        if not isinstance(params, SamplingParams):
+            fix = "pass SamplingParams(max_tokens=...)"
+            raise RequestError(expected("params", "SamplingParams", reprlib.repr(params), fix))
+        if not (request_id is None or isinstance(request_id, str)):
+            raise RequestError(expected("request_id", "text", repr(request_id), "pass a str"))
         text, ids = self._tokenized(prompt)
         if params.stop and self._tokenizer is None:
             raise RequestError(
@@ -492,7 +503,7 @@ class Engine:
                 )
             text, ids = prompt, list(self._tokenizer(prompt)["input_ids"])
         else:
-            text, ids = None, [int(token) for token in prompt]
+            text, ids = None, _token_ids(prompt)
         if not ids:
             raise RequestError(
                 expected("prompt", "at least one token", "none", "begin with the BOS token, say")
@@ -521,9 +532,9 @@ class Engine:
 
     def _submit(self, request: Request, priority: int) -> None:
         is_int = isinstance(priority, int) and not isinstance(priority, bool)
-        if not is_int or not -PRIORITIES <= priority < PRIORITIES:
-            want = f"an int from {-PRIORITIES} to {PRIORITIES - 1}"
-            raise RequestError(expected("priority", want, priority, "0 is the usual one"))
+        if not is_int or abs(priority) > MOST_PRIORITY:
+            want = f"an int from {-MOST_PRIORITY} to {MOST_PRIORITY}"
+            raise RequestError(expected("priority", want, repr(priority), "0 is usual"))
         params = request.params
         if not self._requests:  # a step may be in flight still that computes what nobody wants
             self._core.settle()
@@ -613,7 +624,9 @@ class Engine:
                 "a hook or the tokenizer; make it when the step is over"
             )
         if self._is_closed:
-            raise PageForgeError("engine: expected an open one, got one that was closed; make anew")
+            raise PageForgeError(
+                "engine: expected an open one, got one that was closed; make a new one"
+            )
 
     def _check_awake(self) -> None:
         self._check_open()
@@ -636,10 +649,27 @@ def _served(model: PreTrainedModel) -> Iterator[None]:
 
 def _listed(prompts: Prompt | SequenceOf[Prompt]) -> list[Prompt]:
     """One prompt, or several, as a list."""
-    if isinstance(prompts, str):
-        return [prompts]
+    if isinstance(prompts, str | Mapping) or not isinstance(prompts, Iterable):
+        return [prompts]  # a mapping is no prompt either: `_token_ids` says so
     several = [each for each in prompts if not isinstance(each, int)]
     return several if len(several) == len(prompts) else [[*prompts]]
+
+
+def _token_ids(prompt: SequenceOf[int]) -> list[int]:
+    try:
+        # A tokenizer's BatchEncoding and a chat's message are mappings: their names are no tokens.
+        if not isinstance(prompt, Mapping):
+            return [operator.index(token) for token in prompt]
+    except TypeError:  # no sequence, or not of ints
+        pass
+    raise RequestError(
+        expected(
+            "prompt",
+            "text or a list of token ids",
+            reprlib.repr(prompt),
+            "pass a tokenizer's input_ids; make text of messages by its chat template",
+        )
+    )
 
 
 def _eos_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None) -> tuple[int, ...]:

