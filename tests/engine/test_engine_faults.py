@@ -484,7 +484,7 @@ def test_an_interrupted_call_leaves_no_results_to_others() -> None:
 def test_a_priority_without_a_rank_is_refused(priority: Any) -> None:
     good = prompts(1)[0]
     with engine_on("llama") as engine:
-        for highest in (-(1 << 22), (1 << 22) - 1):
+        for highest in (1 - (1 << 22), (1 << 22) - 1):
             engine.add_request(good, GREEDY, priority=highest)
         with pytest.raises(RequestError, match="priority"):
             engine.add_request(good, GREEDY, priority=priority)
