@@ -442,17 +442,18 @@ class PagePool:
         launched on the current stream is done.
         """
         with self._exclusive():
-            contents = []
-            for index, group in enumerate(self._groups):
-                pages = self._held(table, index, num_tokens)
-                content = torch.empty(
+            held = [self._held(table, index, num_tokens) for index in range(len(self._groups))]
+            contents = [  # of all groups first: should memory be lacking, nothing is copied
+                torch.empty(
                     (len(pages), group.pages.shape[1]),
                     dtype=group.dtype,
                     pin_memory=group.device.type == "cuda",
                 )
+                for group, pages in zip(self._groups, held, strict=True)
+            ]
+            for group, pages, content in zip(self._groups, held, contents, strict=True):
                 self.use_stream(group.device)
                 ops.swap_out(group.pages, torch.tensor(pages, dtype=torch.long), content)
-                contents.append(content)
             return contents
 
     def num_bytes(self, table: PageTable, num_tokens: int) -> int:

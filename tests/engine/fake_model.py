@@ -75,13 +75,20 @@ def geometry(page_size: int, windows: Sequence[int | None] = (None,)) -> KVGeome
 
 
 class FakePool(PagePool):
-    """A pool whose device may be full: it refuses the next `refusals` requests for pages."""
+    """A pool whose device may be full.
+
+    It refuses the next `refusals` requests for pages, and has memory for `memory` pages in use.
+    """
 
     refusals = 0
+    memory = 1 << 30
+    num_refused = 0
 
     def _reserve(self, needed: Sequence[int]) -> None:
-        if any(needed) and self.refusals:
-            self.refusals -= 1
+        used = sum(group.allocator.num_used for group in self._groups)
+        if any(needed) and (self.refusals or used + sum(needed) > self.memory):
+            self.refusals = max(0, self.refusals - 1)
+            self.num_refused += 1
             raise OutOfPages(sum(needed), 0, "the device is full")
         super()._reserve(needed)
 

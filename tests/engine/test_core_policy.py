@@ -369,7 +369,8 @@ class Alone:
         assert self.core.is_idle
         assert not self.runner.faults
 
-    def on_scheduled(self, sequence: Sequence) -> None: ...
+    def on_scheduled(self, sequence: Sequence) -> None:
+        assert self.pool.num_refused < 100, "livelock"
 
     def on_first_token(self, sequence: Sequence) -> None: ...
 
@@ -463,3 +464,17 @@ def test_a_full_device_takes_pages_from_forks_that_wait() -> None:
     assert alone.core.waiting[0].table is None
     alone.run()
     assert [reason for reason, _ in alone.ended.values()] == ["length", "length"]
+
+
+@pytest.mark.parametrize("swap_pages", [0, 20])
+def test_a_device_that_stays_full_runs_as_many_as_it_can(swap_pages: int) -> None:
+    """Who gave way to the oldest must not begin again at once: that would go on for ever."""
+    alone = Alone(max_pages=40, swap_bytes=swap_pages * BYTES_PER_PAGE)
+    alone.pool.memory = 5
+    asked = [[(place + number) % VOCABULARY for place in range(5)] for number in range(6)]
+    for rank, prompt in enumerate(asked):
+        alone.add(prompt, 12, rank=rank)
+    alone.run()
+    assert 0 < alone.pool.num_refused <= 2 * len(asked)
+    for rank, prompt in enumerate(asked):
+        assert alone.ended[rank] == ("length", completion(prompt, 12))

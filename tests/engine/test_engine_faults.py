@@ -104,6 +104,94 @@ def test_an_interrupt_while_a_step_is_waited_for_loses_no_token(
             check("llama", prompt, 8, outputs[str(number)].token_ids)
 
 
+def test_an_interrupt_behind_a_launch_loses_no_token(monkeypatch: pytest.MonkeyPatch) -> None:
+    launch_ahead(monkeypatch)
+    asked = prompts(4, seed=8)
+    with engine_on("llama") as engine:
+        for number, prompt in enumerate(asked):
+            engine.add_request(prompt, GREEDY, request_id=str(number))
+        for _ in range(3):
+            engine.step()
+        fork, left = engine._core._fork, [1]
+
+        def interrupted() -> None:
+            if left:
+                left.pop()
+                raise KeyboardInterrupt
+            fork()
+
+        monkeypatch.setattr(engine._core, "_fork", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            engine.step()
+        outputs = run_all(engine)
+        for number, prompt in enumerate(asked):
+            check("llama", prompt, 8, outputs[str(number)].token_ids)
+
+
+@pytest.mark.usefixtures("ahead")
+def test_no_memory_for_the_penalties_of_one_request_fails_it_alone(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    asked = prompts(4, seed=3)
+    with engine_on("llama") as engine:
+
+        def claim(*arguments: Any) -> int:
+            raise torch.OutOfMemoryError("by the test")
+
+        monkeypatch.setattr(engine._sampler._counts, "claim", claim)
+        params = [GREEDY] * 4
+        params[1] = SamplingParams(max_tokens=8, temperature=0, presence_penalty=0.5)
+        outputs = engine.generate(asked, params)
+        assert isinstance(outputs[1].error, torch.OutOfMemoryError)
+        for number in (0, 2, 3):
+            check("llama", asked[number], 8, outputs[number].token_ids)
+
+
+def test_where_the_host_can_pin_no_more_pages_are_computed_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    asked = prompts(6, seed=5)
+    with engine_on("llama", max_pages=22, swap_memory=1 << 20) as engine:
+
+        def save(*arguments: Any) -> list[torch.Tensor]:
+            raise RuntimeError("CUDA error: out of memory")
+
+        monkeypatch.setattr(engine._pool, "save", save)
+        params = SamplingParams(max_tokens=30, temperature=0)
+        outputs = engine.generate(asked, params)
+        stats = engine.stats()
+        assert stats.num_preemptions > stats.num_swaps == 0
+        for prompt, output in zip(asked, outputs, strict=True):
+            check("llama", prompt, 30, output.token_ids)
+
+
+def test_a_step_is_ordered_after_others_streams_first_of_all(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    happened: list[str] = []
+    with engine_on("llama") as engine:
+        engine.add_request(prompts(1)[0], GREEDY)
+        core, use_stream = engine._core, engine._pool.use_stream
+
+        def used(device: torch.device) -> None:
+            happened.append("stream")
+            use_stream(device)
+
+        monkeypatch.setattr(engine._pool, "use_stream", used)
+        for part in (core.runner, engine._sampler):
+            for name in ("move_row", "set_row", "launch"):
+                if (method := getattr(part, name, None)) is not None:
+
+                    def called(*arguments: Any, method: Any = method, **named: Any) -> Any:
+                        happened.append("work")
+                        return method(*arguments, **named)
+
+                    monkeypatch.setattr(part, name, called)
+        engine.step()
+        assert happened[0] == "stream" and "work" in happened
+        run_all(engine)
+
+
 @pytest.mark.usefixtures("ahead")
 @pytest.mark.parametrize("at", [0, 3])
 def test_a_logits_processor_that_raises_fails_its_request_alone(at: int) -> None:
@@ -331,3 +419,96 @@ def test_the_model_is_as_it_was(how: str, monkeypatch: pytest.MonkeyPatch) -> No
     assert model.config._attn_implementation == "sdpa"
     assert [module.training for module in model.modules()] == training
     assert [len(module._forward_hooks) for module in model.modules()] == hooks
+
+
+def test_a_wrong_seed_changes_nothing() -> None:
+    model = make(CONFIGS["llama"](), "sdpa")
+    with pytest.raises(ValueError, match="non-negative"):
+        Engine(model, max_pages=16, seed=-1)
+    assert model.config._attn_implementation == "sdpa"
+
+
+def test_the_model_is_as_it_was_though_closing_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = make(CONFIGS["llama"](), "sdpa")
+    engine = Engine(model, max_pages=16)
+
+    def fail() -> None:
+        raise Planted
+
+    monkeypatch.setattr(engine._core, "settle", fail)
+    with pytest.raises(Planted):
+        engine.close()
+    assert model.config._attn_implementation == "sdpa"
+    assert engine._pool.is_closed
+
+
+def test_a_changed_model_is_seen_though_a_step_is_in_flight(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The last request ended by a token; the step behind it was launched already."""
+    launch_ahead(monkeypatch)
+    prompt = prompts(1)[0]
+    refreshed: list[int] = []
+    monkeypatch.setattr(Runner, "refresh", lambda runner: refreshed.append(1))
+    with engine_on("llama") as engine:
+        first = engine.generate([prompt], GREEDY)[0].token_ids
+        stopping = SamplingParams(max_tokens=8, temperature=0, stop_token_ids=(first[0],))
+        engine.generate([prompt], stopping)
+        assert engine._core._flights
+        engine.generate([prompt], GREEDY)
+    assert len(refreshed) == 3
+
+
+def test_a_stream_that_has_ended_lets_a_later_request_of_its_id_live() -> None:
+    good = prompts(1)[0]
+    with engine_on("llama") as engine:
+        chunks = engine.stream(good, GREEDY)
+        name = next(chunks).request_id
+        while engine.has_unfinished:
+            engine.step()
+        engine.add_request(good, GREEDY, request_id=name)
+        list(chunks)  # to the end, behind which it is closed
+        check("llama", good, 8, run_all(engine)[name].token_ids)
+
+
+def test_an_interrupted_call_leaves_no_results_to_others() -> None:
+    with engine_on("llama") as engine:
+        remove = fail_once(engine, KeyboardInterrupt())
+        with pytest.raises(KeyboardInterrupt):
+            engine.generate(prompts(3), GREEDY)
+        remove()
+        assert engine.step() == []
+
+
+@pytest.mark.parametrize("priority", [1 << 22, -(1 << 22) - 1, 1.5, True])
+def test_a_priority_without_a_rank_is_refused(priority: Any) -> None:
+    good = prompts(1)[0]
+    with engine_on("llama") as engine:
+        for highest in (-(1 << 22), (1 << 22) - 1):
+            engine.add_request(good, GREEDY, priority=highest)
+        with pytest.raises(RequestError, match="priority"):
+            engine.add_request(good, GREEDY, priority=priority)
+        with pytest.raises(RequestError, match="priority"):
+            engine.stream(good, GREEDY, priority=priority)
+        for output in run_all(engine).values():
+            check("llama", good, 8, output.token_ids)
+        assert engine.stats().num_finished == 2
+
+
+def test_calls_from_inside_a_step_are_refused() -> None:
+    """The lock lets the stepping thread in; a row freed there would be computed all the same."""
+    with engine_on("llama") as engine:
+        refused = []
+
+        def meddle(tokens: list[int], logits: torch.Tensor) -> torch.Tensor:
+            for call in (engine.step, engine.close, lambda: engine.abort("other")):
+                with pytest.raises(PageForgeError, match="outside of a step"):
+                    call()
+                refused.append(call)
+            return logits
+
+        engine.add_request([3, 4], SamplingParams(max_tokens=4), request_id="other")
+        (output,) = engine.generate(
+            [[5, 6]], SamplingParams(max_tokens=2, logits_processors=[meddle])
+        )
+        assert output.error is None and len(refused) == 6

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import bisect
 from collections import deque
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import numpy as np
@@ -109,6 +109,7 @@ class Core:
         self.num_swaps = 0
         self._sampler = sampler
         self._limits = limits
+        self._most_running = limits.max_running  # fewer while the device has no memory for more
         self._listener = listener
         self._pages = _PoolPages(pool)
         self._flights: deque[Flight] = deque()  # launched, the oldest first
@@ -145,6 +146,7 @@ class Core:
             return
         if sequence.row >= 0:
             self._leave_row(sequence)
+            self._most_running += 1  # there is memory for another, and perhaps by now for two
         else:
             self.waiting.remove(sequence)
         self._release(sequence)
@@ -180,8 +182,6 @@ class Core:
         except BaseException:  # an interrupt: pages that can be found may never be computed
             self.pool.drop_prefix_cache()
             raise
-        if launched is not None:
-            self._flights.append(launched)
         # On the CPU it is done already.
         self._land(in_flight=int(launched is not None and launched.done is not None))
 
@@ -192,11 +192,13 @@ class Core:
     def _next_plan(self) -> npt.NDArray[np.int32]:
         """Who computes how many tokens, their pages being there: `[max_running]`."""
         while True:
-            found = plan(self.rows, self.waiting, self._limits, self._pages)
+            most = min(self._limits.max_running, self._most_running)
+            limits = replace(self._limits, max_running=most)
+            found = plan(self.rows, self.waiting, limits, self._pages)
             for sequence in found.dropped:
                 self._release(sequence)
             for sequence in found.preempted:
-                self.preempt(sequence)
+                self._run_out(sequence)
             if found.stuck is not None:
                 self.finish(found.stuck, "error", self._out_of_pages(found.stuck))
             elif not (found.dropped or found.preempted):
@@ -217,7 +219,10 @@ class Core:
             except OutOfPages:  # the device has no memory for swapped pages: it waits on
                 if not self.rows.num_running:
                     raise
+                self._most_running = self.rows.num_running
                 return
+            except Exception as error:  # no memory for the sampler, say: the others go on
+                self.finish(admission.sequence, "error", error)
 
     def _admit(self, admission: Admission) -> int:
         """Begin to run; how many tokens it computes in this step."""
@@ -327,6 +332,7 @@ class Core:
         rows = self.rows
         try:
             flight = self._sample(self.runner.launch(rows, counts, self._asking(counts)))
+            self.runner.keep_tokens(flight.rows, flight.sampled.tokens)
         except Exception as error:  # the model's, or the user's in it: the others go on
             everyone = [rows.at(row) for row in np.flatnonzero(counts).tolist()]
             logger.warning("engine: a step of %d sequences failed: %s", len(everyone), error)
@@ -335,15 +341,16 @@ class Core:
             for sequence in everyone:
                 self.finish(sequence, "error", error)
             return None
-        rows.computed += counts
-        rows.pending[flight.rows] += 1
-        ends = (counts > 0) & (rows.computed == rows.most_computed)
+        ends = (counts > 0) & (rows.computed + counts == rows.most_computed)
         if (ends & (rows.most_computed < rows.prompt)).any():
             flight.scored += [
                 rows.at(row)
                 for row in np.flatnonzero(ends & (rows.most_computed < rows.prompt)).tolist()
                 if rows.at(row).limit == rows.at(row).num_prompt
             ]
+        rows.computed += counts
+        rows.pending[flight.rows] += 1
+        self._flights.append(flight)  # at once: from here on an interrupt does not lose it
         self.num_steps += 1
         self.num_computed += int(counts.sum())
         self._fork()
@@ -379,7 +386,6 @@ class Core:
         else:
             uniform = torch.empty(0)
         sampled = self._sampler.sample(logits, chosen, uniform, num_generated, self._generated)
-        self.runner.keep_tokens(chosen, sampled.tokens)
         tokens = sampled.tokens.masked_fill(sampled.bad, NO_TOKEN)
         done = None
         if tokens.is_cuda:
@@ -512,6 +518,17 @@ class Core:
 
     # --- giving up pages --------------------------------------------------------------------
 
+    def _run_out(self, sequence: Sequence) -> None:
+        """Preempt it because pages have run out, and say so."""
+        num_tokens = int(self.rows.computed[sequence.row])
+        self.preempt(sequence)
+        logger.warning(
+            "engine: out of pages; %r gives up its %d computed tokens (%s)",
+            sequence.owner if sequence.owner is not None else sequence,
+            num_tokens,
+            "computes them again" if sequence.swapped is None else "swapped to the host",
+        )
+
     def preempt(self, sequence: Sequence) -> None:
         """Take row and pages from a running sequence; it waits, and goes on later."""
         num_tokens = int(self.rows.computed[sequence.row])
@@ -526,12 +543,6 @@ class Core:
         sequence.num_preemptions += 1
         self.num_preemptions += 1
         bisect.insort(self.waiting, sequence, key=_by_rank)
-        logger.warning(
-            "engine: out of pages; %r gives up its %d computed tokens (%s)",
-            sequence.owner if sequence.owner is not None else sequence,
-            num_tokens,
-            "computes them again" if swapped is None else "swapped to the host",
-        )
 
     def give_up_pages(self, *, swap: bool = True) -> None:
         """Every sequence gives its pages up, to go on later; without `swap` the host's as well."""
@@ -599,9 +610,10 @@ class Core:
             for sequence in holders:
                 self._release(sequence)
         elif len(running) > 1:
-            self.preempt(running[-1])
+            self._run_out(running[-1])
         else:
             self.finish((running or self.waiting)[0], "error", error)
+        self._most_running = max(1, self.rows.num_running)  # else who gave way would begin again
 
     def _out_of_pages(self, sequence: Sequence) -> OutOfPages:
         row, size = sequence.row, self.pool.geometry.page_size

@@ -177,6 +177,7 @@ class Engine:
         self._num_finished = 0
         self._num_cached = 0
         self._is_asleep = False
+        self._is_stepping = False
         self._is_closed = False
 
     # --- whole answers ----------------------------------------------------------------------
@@ -219,15 +220,9 @@ class Engine:
                     while request.output is None:
                         self._advance(request)
                     bar.advance(task)
-        except BaseException:
-            for request in requests:
-                self.abort(request.id)
-            raise
-        with self._lock:
-            outputs = [request.output for request in requests if request.output is not None]
-            own = set(map(id, outputs))
-            self._finished = [each for each in self._finished if id(each) not in own]
-        return outputs
+            return [request.output for request in requests if request.output is not None]
+        finally:
+            self._forget(*requests)
 
     # --- as they come -----------------------------------------------------------------------
 
@@ -310,6 +305,8 @@ class Engine:
     def abort(self, request_id: str) -> bool:
         """End a request; its pages are free at once. Whether there was one of this id."""
         with self._lock:
+            if not self._is_closed:
+                self._check_open()
             request = self._requests.get(request_id)
             if request is None:
                 return False
@@ -393,12 +390,13 @@ class Engine:
         with self._lock:
             if self._is_closed:
                 return
+            self._check_open()
+            self._is_closed = True
             try:
                 for request_id in list(self._requests):
                     self.abort(request_id)
                 self._core.settle()
             finally:
-                self._is_closed = True
                 self._restore.close()
 
     def __enter__(self) -> Engine:
@@ -540,11 +538,13 @@ class Engine:
         return Detokenizer(self._tokenizer, stop=tuple(params.stop))
 
     def _submit(self, request: Request, priority: int) -> None:
-        if not isinstance(priority, int) or abs(priority) > MOST_PRIORITY:
+        is_int = isinstance(priority, int) and not isinstance(priority, bool)
+        if not is_int or abs(priority) > MOST_PRIORITY:
             want = f"an int from {-MOST_PRIORITY} to {MOST_PRIORITY}"
             raise RequestError(expected("priority", want, repr(priority), "0 is usual"))
         params = request.params
-        if self._core.is_idle:
+        if not self._requests:  # a step may be in flight still that computes what nobody wants
+            self._core.settle()
             self._core.runner.refresh()
         stop_ids = params.stop_token_ids
         if not params.ignore_eos:
@@ -607,16 +607,29 @@ class Engine:
 
     def _step(self) -> None:
         with torch.no_grad(), torch.cuda.device_of(self._core.runner.last_tokens):
-            self._core.step()
+            # Others' steps may run on another stream, and still read what this one writes.
+            self._pool.use_stream(self._core.runner.last_tokens.device)
+            self._is_stepping = True
+            try:
+                self._core.step()
+            finally:
+                self._is_stepping = False
 
-    def _forget(self, request: Request) -> None:
+    def _forget(self, *requests: Request) -> None:
+        """Abort those that have not ended, and let no `step` return them."""
         with self._lock:
-            if not self._is_closed:
-                self.abort(request.id)
-            if request.output in self._finished:
-                self._finished.remove(request.output)
+            for request in requests:
+                if self._requests.get(request.id) is request:  # and not a later one of this id
+                    self.abort(request.id)
+            own = {id(request.output) for request in requests}
+            self._finished = [each for each in self._finished if id(each) not in own]
 
     def _check_open(self) -> None:
+        if self._is_stepping:  # the lock lets this thread in
+            raise PageForgeError(
+                "engine: expected a call from outside of a step, got one from a logits processor, "
+                "a hook or the tokenizer; make it when the step is over"
+            )
         if self._is_closed:
             raise PageForgeError(
                 "engine: expected an open one, got one that was closed; make a new one"

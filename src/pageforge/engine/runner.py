@@ -96,7 +96,6 @@ class Runner:
         """Spent on captures, compiling included."""
         self._model = model
         self._pool = pool
-        self._most = max_batch_tokens
         self._compile = compile
         self._allow_hooks = allow_hooks
         self._device = torch.device(pool.geometry.groups[0].shape.device)
@@ -107,6 +106,7 @@ class Runner:
         }
         width = pages_for(max_tokens, pool.geometry.page_size)
         most_rows = max(max_running, len(TRIED))
+        self._most = most = max(max_batch_tokens, most_rows, sum(TRIED))  # tokens of a step
         groups = pool.geometry.groups
         with torch.inference_mode(False):  # else they could only be written to in that mode
             self.last_tokens = torch.zeros(most_rows, dtype=torch.int64, device=self._device)
@@ -114,7 +114,6 @@ class Runner:
                 torch.zeros(most_rows, width, dtype=torch.int32, device=self._device)
                 for _ in groups
             ]
-            most = max(max_batch_tokens, most_rows, sum(TRIED))
             size = sum(_sizes(StepShape(most, most_rows, most, False), len(groups)))
             self._buffer = torch.zeros(size, dtype=torch.uint8, device=self._device)
             pinned = self._device.type == "cuda"
@@ -412,7 +411,13 @@ class Runner:
     # --- graphs -----------------------------------------------------------------------------
 
     def refresh(self) -> None:
-        """Drop captured steps if the model is not what it was when they were captured."""
+        """Drop captured steps if the model is not what it was when they were captured.
+
+        And forget why there are none: hooks may be gone, and memory be there.
+        """
+        self._graphs = {
+            shape: graph for shape, graph in self._graphs.items() if not isinstance(graph, str)
+        }
         if self._state is not None and (change := self._state.change()) is not None:
             logger.info("engine: %s; steps are captured anew", change)
             self.forget_graphs()

@@ -35,12 +35,17 @@ class SwapSpace:
     def put(self, table: PageTable, num_tokens: int) -> Swapped | None:
         """Copy the pages of the first `num_tokens` tokens out, on the current stream.
 
-        None, and nothing happens, where there is no room. The table keeps its pages; they may be
+        None, and nothing happens, where there is no room, or no memory that the host can pin. The
+        table keeps its pages; they may be
         released at once, for who writes to them next comes later on the stream.
         """
         if self.num_bytes + self._pool.num_bytes(table, num_tokens) > self.max_bytes:
             return None
-        swapped = Swapped(self._pool.save(table, num_tokens), num_tokens)
+        try:
+            contents = self._pool.save(table, num_tokens)
+        except RuntimeError:  # CUDA's, which says no more than that
+            return None
+        swapped = Swapped(contents, num_tokens)
         self.num_bytes += swapped.num_bytes
         return swapped
 
