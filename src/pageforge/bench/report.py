@@ -94,7 +94,8 @@ def table(title: str, columns: Sequence[str], rows: Sequence[Sequence[object]]) 
     """Numbers to the right, three significant digits; None shows as a dash.
 
     A column is as wide as its values, or as the longest word of its name: names take several lines.
-    A row may end early. A row of a name and text alone is of something that failed: it goes below the table.
+    A row may end early. One of a name and text alone is of something that failed: it goes below the
+    table.
     """
     shown = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold")
     failed = [Text(f"{row[0]}: {row[1]}") for row in rows if len(row) == FAILED]
