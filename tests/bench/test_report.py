@@ -70,7 +70,7 @@ def test_a_table_is_not_cut(is_terminal: bool) -> None:
 
 def test_names_of_columns_break_where_their_values_are_narrower() -> None:
     screen = io.StringIO()
-    rows = [["engine", 12345.6, None], ["squeezed", 1.0, 7]]
+    rows = [["engine", 12345.6, None], ["squeezed", 1.0, 7], ["a"]]
     Console(file=screen).print(table("a title", ["way", "first run s", "pool MB"], rows))
     assert [line.rstrip() for line in screen.getvalue().splitlines()] == [
         "a title",
@@ -78,4 +78,5 @@ def test_names_of_columns_break_where_their_values_are_narrower() -> None:
         "way        run s    MB",
         "engine    12,346     -",
         "squeezed       1     7",
+        "a",
     ]

@@ -11,7 +11,7 @@ from tests.hf.tiny_models import attending
 
 from pageforge.engine import Engine, SamplingParams
 from pageforge.engine.core import Core
-from pageforge.errors import RequestError
+from pageforge.errors import PageForgeError, RequestError
 
 GREEDY = SamplingParams(max_tokens=2, temperature=0)
 
@@ -87,6 +87,29 @@ def test_the_most_extreme_priorities_are_served() -> None:
         while engine.has_unfinished:
             ended += [output.request_id for output in engine.step()]
         assert ended == [str(-most), "0", str(most)]
+
+
+@pytest.mark.parametrize(
+    ("options", "name"),
+    [
+        ({"seed": -1}, "seed"),
+        ({"seed": "a"}, "seed"),
+        ({"swap_memory": "much"}, "swap_memory"),
+        ({"swap_memory": -1}, "swap_memory"),
+        ({"max_memory": "much"}, "max_memory"),
+        ({"max_running": 0}, "max_running"),
+        ({"page_size": 7}, "page_size"),
+    ],
+    ids=str,
+)
+def test_an_engine_that_cannot_be_leaves_the_model_as_it_was(
+    options: dict[str, Any], name: str
+) -> None:
+    model = attending("llama")
+    model.set_attn_implementation("sdpa")
+    with pytest.raises(PageForgeError, match=f"^{name}: expected"):
+        Engine(model, **options)
+    assert model.config._attn_implementation == "sdpa"
 
 
 def test_a_model_is_as_before_even_if_closing_fails(monkeypatch: pytest.MonkeyPatch) -> None:

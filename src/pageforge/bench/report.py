@@ -94,13 +94,15 @@ def table(title: str, columns: Sequence[str], rows: Sequence[Sequence[object]]) 
     """Numbers to the right, three significant digits; None shows as a dash.
 
     A column is as wide as its values, or as the longest word of its name: names take several lines.
-    A row of a name and text alone is of something that failed: it goes below the table.
+    A row may end early. One of a name and text alone is of something that failed: it goes below the
+    table.
     """
     shown = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold")
     failed = [Text(f"{row[0]}: {row[1]}") for row in rows if len(row) == FAILED]
     cells = [list(map(cell, row)) for row in rows if len(row) != FAILED]
     for index, column in enumerate(columns):
-        width = max(map(len, [*column.split(), *(row[index] for row in cells)]))
+        values = [row[index] for row in cells if index < len(row)]
+        width = max(map(len, [*column.split(), *values]))
         name = "\n".join(textwrap.wrap(column, width, break_on_hyphens=False))
         justify: JustifyMethod = "left" if index == 0 else "right"
         shown.add_column(name, justify=justify, no_wrap=True, vertical="bottom")

@@ -60,7 +60,7 @@ def engine_summary(result: dict[str, Any]) -> Table:
         ("requests", f"{engine['requests_done']:,}"),
         ("failed", f"{engine['requests_failed']:,}"),
         ("done before", f"{engine['requests_before']:,}"),
-        ("cut short", f"{engine['cut_short']:,} by the pool's size or the model's positions"),
+        ("cut short", f"{engine['cut_short']:,} by the model's positions"),
         *_cache_rows(result, pages="pages at the peak"),
         ("prefix hits", _hits(engine)),
         ("preemptions", f"{engine['preemptions']:,}"),

@@ -22,7 +22,7 @@ class Requests:
         num_done: Jobs that have ended well.
         num_failed: Jobs that have not.
         failure: The first of those.
-        num_cut: Completions that ended before max_tokens, by the pool's size or the positions.
+        num_cut: Completions that ended before max_tokens, by the model's positions.
         prompt_tokens, new_tokens: Of the jobs that have ended.
         asked_tokens: The prompt tokens, once for each completion.
         fullest: The pool after the step that left most pages in use.

@@ -118,13 +118,20 @@ class Engine:
         capture graphs though modules have Python hooks, which then run only while capturing.
         `seed`: for requests without one.
 
-        Raises UnsupportedModel, GeometryError, OutOfPages; the model is as before then.
+        Raises UnsupportedModel, GeometryError, RequestError, OutOfPages; the model is as before
+        then.
         """
         check_model(model)
         for name, value in (("max_running", max_running), ("max_batch_tokens", max_batch_tokens)):
             is_count = isinstance(value, int) and not isinstance(value, bool) and value >= 1
             if not is_count and not (name == "max_batch_tokens" and value is None):
                 raise RequestError(expected(name, "an int of at least 1", value, "raise it"))
+        if seed is not None and not (isinstance(seed, int) and seed >= 0):
+            fix = "None lets the engine choose"
+            raise RequestError(expected("seed", "an int from 0", repr(seed), fix))
+        swap_bytes = 0
+        if swap_memory:
+            swap_bytes = parse_memory(swap_memory, free_bytes(HOST), name="swap_memory")
         self._model = model
         self._tokenizer = tokenizer
         self._eos_ids = _eos_ids(model, tokenizer)
@@ -160,7 +167,7 @@ class Engine:
                 self._sampler,
                 Limits(max_running, tokens, page_size),
                 self,
-                swap_bytes=parse_memory(swap_memory, free_bytes(HOST)) if swap_memory else 0,
+                swap_bytes=swap_bytes,
             )
             self._restore = undo.pop_all()
         self._prefix_cache = prefix_cache

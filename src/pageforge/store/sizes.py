@@ -37,15 +37,13 @@ def free_bytes(device: torch.device) -> int:
     )
 
 
-def parse_memory(amount: int | float | str, free: int) -> int:
+def parse_memory(amount: int | float | str, free: int, *, name: str = "max_memory") -> int:
     """Bytes meant by `amount`: bytes (int), a fraction of `free` (0 < float <= 1), "4GiB" or "50%".
 
-    Raises GeometryError.
+    Raises GeometryError, which calls it `name`.
     """
     wrong = GeometryError(
-        expected(
-            "max_memory", 'bytes, a fraction up to 1.0, "4GiB" or "50%"', repr(amount), "try 0.5"
-        )
+        expected(name, 'bytes, a fraction up to 1.0, "4GiB" or "50%"', repr(amount), "try 0.5")
     )
     if isinstance(amount, bool) or not isinstance(amount, int | float | str):
         raise wrong
@@ -61,7 +59,7 @@ def parse_memory(amount: int | float | str, free: int) -> int:
             raise wrong
         number = float(match[1])
         if match[2]:
-            return parse_memory(number / 100, free)
+            return parse_memory(number / 100, free, name=name)
         value = int(number * UNITS[match[3]])
     if value <= 0:
         raise wrong
