@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from tests.engine.served import engine_on
-from tests.hf.tiny_models import attending
+from tests.hf.tiny_models import CONFIGS, make
 
 from pageforge.engine import Engine, SamplingParams
 from pageforge.engine.core import Core
@@ -105,16 +105,14 @@ def test_the_most_extreme_priorities_are_served() -> None:
 def test_an_engine_that_cannot_be_leaves_the_model_as_it_was(
     options: dict[str, Any], name: str
 ) -> None:
-    model = attending("llama")
-    model.set_attn_implementation("sdpa")
+    model = make(CONFIGS["llama"](), "sdpa")
     with pytest.raises(PageForgeError, match=f"^{name}: expected"):
         Engine(model, **options)
     assert model.config._attn_implementation == "sdpa"
 
 
 def test_a_model_is_as_before_even_if_closing_fails(monkeypatch: pytest.MonkeyPatch) -> None:
-    model = attending("llama")
-    model.set_attn_implementation("sdpa")
+    model = make(CONFIGS["llama"](), "sdpa")
     engine = Engine(model, page_size=8, max_pages=20)
     assert model.config._attn_implementation == "pageforge"
 
@@ -126,3 +124,14 @@ def test_a_model_is_as_before_even_if_closing_fails(monkeypatch: pytest.MonkeyPa
         engine.close()
     assert model.config._attn_implementation == "sdpa"
     engine.close()
+
+
+def test_one_engine_a_model() -> None:
+    """The first one that closed would take pageforge attention from the other."""
+    model = make(CONFIGS["llama"](), "sdpa")
+    with Engine(model, page_size=8, max_pages=20):
+        with pytest.raises(RequestError, match="one that no engine serves"):
+            Engine(model, page_size=8, max_pages=20)
+        assert model.config._attn_implementation == "pageforge"
+    assert model.config._attn_implementation == "sdpa"
+    Engine(model, page_size=8, max_pages=20).close()

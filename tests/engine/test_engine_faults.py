@@ -423,7 +423,7 @@ def test_the_model_is_as_it_was(how: str, monkeypatch: pytest.MonkeyPatch) -> No
 
 def test_a_wrong_seed_changes_nothing() -> None:
     model = make(CONFIGS["llama"](), "sdpa")
-    with pytest.raises(ValueError, match="non-negative"):
+    with pytest.raises(RequestError, match="seed: expected"):
         Engine(model, max_pages=16, seed=-1)
     assert model.config._attn_implementation == "sdpa"
 

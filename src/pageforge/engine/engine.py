@@ -46,6 +46,9 @@ BATCH_TOKENS = {"cuda": 8192, "cpu": 512}
 
 HOST = torch.device("cpu")
 
+SERVED = "_is_served_by_pageforge"
+"""An attribute of a model while an engine has it."""
+
 PRIORITY = 1 << 40
 """Ranks that one priority has: as many requests as ever come."""
 
@@ -643,13 +646,22 @@ class Engine:
 
 @contextlib.contextmanager
 def _served(model: PreTrainedModel) -> Iterator[None]:
-    """The model under pageforge attention and in evaluation mode; afterwards as it was."""
+    """The model under pageforge attention and in evaluation mode; afterwards as it was.
+
+    It is marked meanwhile: of two engines on it, the first to close would leave the other without.
+    """
+    if SERVED in vars(model):
+        raise RequestError(
+            expected("model", "one that no engine serves", "one in use", "close that engine first")
+        )
     training = [module for module in model.modules() if module.training]
     with pageforge_attention_on(model):
+        setattr(model, SERVED, True)
         try:
             model.eval()
             yield
         finally:
+            delattr(model, SERVED)
             for module in training:
                 module.training = True
 
