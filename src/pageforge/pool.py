@@ -380,10 +380,13 @@ class PagePool:
         """
         with self._exclusive():
             size = self.geometry.page_size
-            num_pages = min(len(g.prefix.match(tokens, salt)) for g in self._groups)
+            walks = [group.prefix.walk(tokens, salt) for group in self._groups]
+            num_pages = min(len(found) for found, _ in walks)
             num_tokens, pages, cursors = num_pages * size, [], []
-            for group in self._groups:
-                found, cursor = group.prefix.walk(tokens[:num_tokens], salt)
+            for group, walk in zip(self._groups, walks, strict=True):
+                is_longer = len(walk[0]) > num_pages  # than what another group knows
+                known = tokens[:num_tokens]
+                found, cursor = group.prefix.walk(known, salt) if is_longer else walk
                 window = group.layout.shape.window
                 oldest = 0 if window is None else max(0, num_tokens - window - ROLLBACK)
                 pages.append(found[oldest // size :])

@@ -28,6 +28,9 @@ from transformers.modeling_outputs import BaseModelOutput
 from pageforge.errors import UnsupportedModel
 from pageforge.geometry import KVGeometry, LayerShape
 
+MOVING_ROPE = frozenset({"dynamic", "longrope"})
+"""Rotary embeddings that change with the length, on the host."""
+
 
 def geometry_of(model: torch.nn.Module, page_size: int) -> KVGeometry:
     """The KV geometry of a model as it stands: its dtypes, and the devices of its layers.
@@ -102,6 +105,16 @@ def learned_positions(model: torch.nn.Module) -> int | None:
             module, torch.nn.Embedding
         ):
             return int(module.num_embeddings - getattr(module, "offset", 0))
+    return None
+
+
+def moving_rope(model: torch.nn.Module) -> str | None:
+    """The kind of rotary embeddings of the model that change with the length; None without any."""
+    for part in model.modules():
+        rope = getattr(part, "rope_type", None)  # or one for each type of layer
+        moving = MOVING_ROPE.intersection(rope.values() if isinstance(rope, dict) else [rope])
+        if moving:
+            return min(moving)
     return None
 
 

@@ -341,13 +341,10 @@ class Core:
             for sequence in everyone:
                 self.finish(sequence, "error", error)
             return None
+        # Only where no token is wanted is the prompt's last one not computed.
         ends = (counts > 0) & (rows.computed + counts == rows.most_computed)
-        if (ends & (rows.most_computed < rows.prompt)).any():
-            flight.scored += [
-                rows.at(row)
-                for row in np.flatnonzero(ends & (rows.most_computed < rows.prompt)).tolist()
-                if rows.at(row).limit == rows.at(row).num_prompt
-            ]
+        scores = ends & (rows.most_computed < rows.prompt)
+        flight.scored += map(rows.at, np.flatnonzero(scores).tolist())
         rows.computed += counts
         rows.pending[flight.rows] += 1
         self._flights.append(flight)  # at once: from here on an interrupt does not lose it
@@ -465,7 +462,7 @@ class Core:
         self.rows.length[rows] += 1
         self.rows.pending[rows] -= 1
         stops = (taken[:, None] == self._stop_ids[rows]).any(1) | (taken == NO_TOKEN)
-        is_last = lengths + 1 == self.rows.most_computed[rows] + 1
+        is_last = lengths == self.rows.most_computed[rows]  # all but this one
         is_first = lengths == self.rows.prompt[rows]
         matters = stops | is_first | is_last | self._is_watched[rows]
         for place in np.flatnonzero(is_current)[matters].tolist():
@@ -529,16 +526,16 @@ class Core:
             "computes them again" if sequence.swapped is None else "swapped to the host",
         )
 
-    def preempt(self, sequence: Sequence) -> None:
-        """Take row and pages from a running sequence; it waits, and goes on later."""
+    def preempt(self, sequence: Sequence, *, swap: bool = True) -> None:
+        """Take row and pages from a running sequence; it waits, and goes on later.
+
+        Its pages go to the host if there is room and `swap`, else they are computed again.
+        """
         num_tokens = int(self.rows.computed[sequence.row])
-        swapped = self.swap.put(sequence.pages, num_tokens) if num_tokens else None
+        if swap and num_tokens:
+            sequence.swapped = self.swap.put(sequence.pages, num_tokens)
+            self.num_swaps += sequence.swapped is not None
         self._leave_row(sequence)
-        if swapped is None:
-            sequence.num_computed = 0
-        else:
-            sequence.swapped = swapped
-            self.num_swaps += 1
         self._release(sequence, keep_swapped=True)
         sequence.num_preemptions += 1
         self.num_preemptions += 1
@@ -547,10 +544,8 @@ class Core:
     def give_up_pages(self, *, swap: bool = True) -> None:
         """Every sequence gives its pages up, to go on later; without `swap` the host's as well."""
         self._land()
-        room, self.swap.max_bytes = self.swap.max_bytes, self.swap.max_bytes if swap else 0
         for sequence in sorted(filter(None, self.rows.sequences), key=_by_rank, reverse=True):
-            self.preempt(sequence)
-        self.swap.max_bytes = room
+            self.preempt(sequence, swap=swap)
         for sequence in self.waiting:
             self._release(sequence, keep_swapped=swap)
 
@@ -571,15 +566,10 @@ class Core:
                     members.remove(source)
                     members.add(target)
 
-    def _publish_all(self, sequence: Sequence) -> None:
-        """Let others find the pages of all tokens that are known and computed."""
-        row = sequence.row
-        self._publish(sequence, min(int(self.rows.computed[row]), int(self.rows.length[row])))
-
     def _leave_row(self, sequence: Sequence) -> None:
         row = sequence.row
-        if sequence.table is not None:
-            self._publish_all(sequence)
+        # Others may find the pages of all tokens that are known and computed.
+        self._publish(sequence, min(int(self.rows.computed[row]), int(self.rows.length[row])))
         self.rows.take(sequence)
         self._sampler.clear_row(row)
         self._may_compact = True

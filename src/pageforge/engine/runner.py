@@ -28,12 +28,12 @@ from pageforge.engine.sequence import Rows, Sequence
 from pageforge.errors import UnsupportedModel
 from pageforge.geometry import pages_for
 from pageforge.graphs import CapturedStep, GraphMemory, bucket
-from pageforge.hf.decode_step import AGREEMENT
-from pageforge.hf.fast_decode import MAX_TOKENS, MOVING_ROPE
+from pageforge.hf.decode_step import AGREEMENT, RECOMPILES
+from pageforge.hf.fast_decode import MAX_TOKENS
 from pageforge.hf.step_cache import STEP_ARGUMENT
 from pageforge.model_state import ModelState, hooks_on
 from pageforge.pool import PagePool
-from pageforge.probe import cache_argument, learned_positions
+from pageforge.probe import cache_argument, learned_positions, moving_rope
 
 logger = logging.get_logger(__name__)
 
@@ -45,9 +45,6 @@ WORTHWHILE = 2
 
 TRIED = (24, 9)
 """Tokens of the sequences that a model is tried on: more than a page, and less."""
-
-RECOMPILES = 64
-"""Variants of one forward that torch.compile may keep: one for each padded size."""
 
 
 class StepShape(NamedTuple):
@@ -545,14 +542,11 @@ def check_model(model: PreTrainedModel) -> None:
             f"{name}: expected a model that gives logits, got one without a language model head; "
             f"load it with AutoModelForCausalLM"
         )
-    for part in model.modules():
-        rope = getattr(part, "rope_type", None)  # or one for each type of layer
-        moving = MOVING_ROPE.intersection(rope.values() if isinstance(rope, dict) else [rope])
-        if moving:
-            raise UnsupportedModel(
-                f"{name}: expected rotary embeddings that stay, got {min(moving)} ones, which "
-                f"change with the longest sequence of a batch; use model.generate"
-            )
+    if (rope := moving_rope(model)) is not None:
+        raise UnsupportedModel(
+            f"{name}: expected rotary embeddings that stay, got {rope} ones, which change with the "
+            f"longest sequence of a batch; use model.generate"
+        )
 
 
 def longest_sequence(model: PreTrainedModel) -> int:

@@ -25,7 +25,7 @@ from pageforge.hf.switch import pageforge_attention_on
 from pageforge.model_state import PLAIN, ModelState, hooks_on
 from pageforge.ops.launch import stream_handle
 from pageforge.pool import PagePool
-from pageforge.probe import cache_argument
+from pageforge.probe import cache_argument, moving_rope
 
 logger = logging.get_logger(__name__)
 
@@ -40,9 +40,6 @@ NO_MEMORY = "there is not enough memory to capture a step now"
 
 MAX_TOKENS = 131072
 """Room for a row in a captured step's page tables, where neither model nor pool has fewer."""
-
-MOVING_ROPE = frozenset({"dynamic", "longrope"})
-"""Rotary embeddings that change with the length, on the host."""
 
 
 @contextlib.contextmanager
@@ -384,11 +381,8 @@ class FastDecode:
         }
         if len({(device.type, device.index or 0) for device in devices}) > 1:
             return f"model and pages lie on several devices: {sorted(map(str, devices))}"
-        for part in self._model.modules():
-            rope = getattr(part, "rope_type", None)  # or one for each type of layer
-            moving = MOVING_ROPE.intersection(rope.values() if isinstance(rope, dict) else [rope])
-            if moving:
-                return f"{min(moving)} rotary embeddings change with the length"
+        if (rope := moving_rope(self._model)) is not None:
+            return f"{rope} rotary embeddings change with the length"
         return None
 
     def _max_tokens(self, cache: PagedKVCache) -> int:
