@@ -212,6 +212,7 @@ class PagePool:
             self._budget, self._groups = _open(geometry, max_pages, max_memory)
         for group in self._groups:
             self.use_stream(group.device)  # which may be zeroing page 0
+        self._bytes_per_page = total_bytes_per_page(geometry.groups)  # of a page in each group
         self._layers = {
             layer: (index, *views)
             for index, group in enumerate(self._groups)
@@ -448,7 +449,7 @@ class PagePool:
         """Pages that all groups could hand out together now, free and cached ones."""
         with self._exclusive():
             used = sum(g.allocator.num_used * g.bytes_per_page for g in self._groups)
-            room = (self._budget - used) // total_bytes_per_page(self.geometry.groups)
+            room = (self._budget - used) // self._bytes_per_page
             return min([room, *(group.allocator.num_available for group in self._groups)])
 
     def num_reclaimable(self, table: PageTable) -> int:
@@ -735,7 +736,7 @@ class PagePool:
 
     def _reserve(self, needed: Sequence[int]) -> None:
         """See to it that each group can hand out `needed` pages. All or nothing: OutOfPages."""
-        if not any(needed):
+        if not any(needed) or self._has_open(needed):
             return
         used = sum(g.allocator.num_used * g.bytes_per_page for g in self._groups)
         wanted = sum(n * g.bytes_per_page for n, g in zip(needed, self._groups, strict=True))
@@ -758,6 +759,13 @@ class PagePool:
         self._prepare(supplies)
         if any(evictions):
             self._shrink(spare=needed)  # what one group gave up for another
+
+    def _has_open(self, needed: Sequence[int]) -> bool:
+        """Whether each group has `needed` free pages with memory, and nobody has to give way."""
+        for count, group in zip(needed, self._groups, strict=True):
+            if count > group.allocator.num_open_free:
+                return False
+        return self._bytes_open(needed) <= self._budget
 
     def _bytes_open(self, needed: Sequence[int]) -> int:
         """Bytes of all pages with memory behind them, once each group has `needed` free ones."""
