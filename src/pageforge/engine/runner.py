@@ -359,8 +359,9 @@ class Runner:
         return shape, arrays, places, spans
 
     def _rounded(self, num_rows: int) -> int:
-        """Rows to capture a step of decoding for: where each takes a compilation, fewer sizes."""
-        return 1 << (num_rows - 1).bit_length() if self._compile else bucket(num_rows)
+        """Rows to capture a step of decoding for."""
+        # What is compiled for any number of rows is not for one: that is compiled otherwise.
+        return bucket(max(num_rows, 2) if self._compile else num_rows)
 
     @property
     def _uses_graphs(self) -> bool:
@@ -446,9 +447,18 @@ class Runner:
         """The same through torch.compile, which traces no lazy K/V: attention gets the cache."""
         assert self._compiled is not None and self._windows is not None
         arguments = self._arguments(loaded)
-        cache = PackedCache(loaded.inputs, self._windows)
-        for layer, window in self._windows.items():
-            loaded.inputs.plan(cache.group_of[layer], window)
+        inputs = loaded.inputs
+        cache = PackedCache(inputs, self._windows)
+        plans = [
+            inputs.plan(cache.group_of[each], window) for each, window in self._windows.items()
+        ]
+        # Compiled once, for any number of rows.
+        for tensor in (inputs.seq_lens, inputs.cu_query_lens, *inputs.page_tables):
+            torch._dynamo.maybe_mark_dynamic(tensor, 0)
+        for plan in filter(None, plans):
+            torch._dynamo.maybe_mark_dynamic(plan.table, 0)
+        for name in ("input_ids", "position_ids"):
+            torch._dynamo.maybe_mark_dynamic(arguments[name], 1)
         with torch._dynamo.config.patch(recompile_limit=RECOMPILES):
             outputs = self._compiled(**arguments, **{self._cache_name: cache, STEP_ARGUMENT: cache})
         return self._logits(outputs, None)
@@ -556,7 +566,7 @@ class Runner:
         if self._windows is None:
             raise UnsupportedModel("compile: expected each layer to attend to its own K/V")
         if self._compiled is None:
-            self._compiled = torch.compile(self._model.forward, dynamic=False)
+            self._compiled = torch.compile(self._model.forward)
         return lambda: self._output(shape, self._forward_compiled(loaded))
 
 
