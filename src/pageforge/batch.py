@@ -306,12 +306,13 @@ def to_device(array: npt.NDArray[Any], device: torch.device) -> Tensor:
     """`array` as a tensor; on the CPU it shares the memory.
 
     The host does not wait: the copy is made from pinned memory, which torch keeps until it is done.
-    From pageable memory CUDA may first wait for all that was launched before.
+    From pageable memory, where torch would put what has gaps on its way, CUDA may first wait for
+    all that was launched before.
     """
-    tensor = torch.from_numpy(array)
     if device.type != "cuda":
-        return tensor.to(device)
-    return tensor.pin_memory().to(device, non_blocking=True)
+        return torch.from_numpy(array).to(device)
+    dense = torch.from_numpy(np.ascontiguousarray(array))
+    return dense.pin_memory().to(device, non_blocking=True)
 
 
 class _PageTableMirror:
