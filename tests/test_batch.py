@@ -223,6 +223,30 @@ def test_copy_on_write_copies_what_the_page_held(pool: PagePool) -> None:
         assert (pool.pages(group)[theirs[1]] == 5.0).all()
 
 
+def test_a_row_whose_copy_fails_keeps_its_pages(
+    pool: PagePool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    batch = SequenceBatch(pool, [0, 0])
+    batch.append(12)
+    child = batch.fork()
+
+    def fail(*args: object) -> None:
+        raise torch.OutOfMemoryError("planted")
+
+    with monkeypatch.context() as patched, pytest.raises(OutOfPages, match="copy shared pages"):
+        patched.setattr(ops, "copy_pages", fail)
+        child.append(1)
+    for group in (0, 1):
+        assert [t.pages(group) for t in child.tables] == [t.pages(group) for t in batch.tables]
+    for each in (batch, child):
+        assert each.length == 12
+        check(each)
+    check_pool(pool, batch, child)
+    child.append(1)
+    check(child)
+    check_pool(pool, batch, child)
+
+
 def test_page_tables_that_are_made_in_inference_mode(pool: PagePool) -> None:
     """They can be brought up to date outside of it."""
     with torch.inference_mode():

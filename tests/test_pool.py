@@ -10,7 +10,7 @@ import resource
 import sys
 import threading
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +20,15 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.store.fake_driver import FakeDriver, install
-from tests.store.pool_model import STEPS, PoolModel, Step, random_steps, two_groups
+from tests.store.pool_model import (
+    STEPS,
+    Export,
+    PoolModel,
+    Sequence_,
+    Step,
+    random_steps,
+    two_groups,
+)
 
 import pageforge.pool
 from pageforge import KVGeometry, LayerShape, PagePool, PageTable, ops
@@ -372,6 +380,103 @@ def test_restore_that_fails_loses_nothing(driver: FakeDriver) -> None:
         pool.restore([torch.zeros(60, LARGE // 4), torch.zeros(2, SMALL // 4)], [], [], 0)
     tables = pool.restore(contents, [row, row], [0, 0], 16)
     assert numbers(pool.stats()) == (4, 0, 96)
+    pool.check_invariants(tables)
+
+
+def _shared_tail(model: PoolModel) -> list[Sequence_]:
+    """A fork will write to a page that it shares."""
+    model.fork(model.sequences[0], 0)
+    return model.sequences[1:]
+
+
+def _shared_middle(model: PoolModel) -> list[Sequence_]:
+    """The other one goes on behind the shared page."""
+    model.fork(model.sequences[0], 0)
+    model.crop(model.sequences[1], 9)
+    return model.sequences[1:]
+
+
+def _published(model: PoolModel) -> list[Sequence_]:
+    """A page that others can find has lost its last tokens to a crop."""
+    model.publish(model.sequences[0], 0)
+    model.crop(model.sequences[0], 9)
+    return model.sequences
+
+
+def _exported(model: PoolModel) -> list[Sequence_]:
+    for group in range(2):
+        (*_, last) = model.sequences[0].table.pages(group)
+        view = model.pool.export_pages(last, group=group)
+        model.exports.append(Export(group, [last], view, view.clone()))
+    return model.sequences
+
+
+def _whole_batch(model: PoolModel) -> list[Sequence_]:
+    """Of three holders two copy, and a fourth row of another length only grows."""
+    model.fork(model.sequences[0], 0)
+    model.fork(model.sequences[0], 0)
+    model.new(13)
+    return model.sequences
+
+
+class FullDevice:
+    """`ops.copy_pages` on a device without memory: call number `fails` spoils what it writes to."""
+
+    def __init__(self, fails: int, error: BaseException):
+        self.calls, self.fails, self.error = 0, fails, error
+
+    def __call__(self, pages: torch.Tensor, source: torch.Tensor, target: torch.Tensor) -> None:
+        self.calls += 1
+        if self.calls == self.fails:
+            pages[target] = -1.0
+            raise self.error
+        ops.reference.copy_pages(pages, source, target)
+
+
+@pytest.mark.parametrize("group", [1, 2], ids=["first group", "second group"])
+@pytest.mark.parametrize(
+    "share", [_shared_tail, _shared_middle, _published, _exported, _whole_batch]
+)
+def test_a_copy_that_finds_no_memory_changes_nothing(
+    share: Callable[[PoolModel], list[Sequence_]],
+    group: int,
+    driver: FakeDriver,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    model = PoolModel(PagePool(two_groups(), max_pages=40))
+    model.new(0)
+    model.append(model.sequences[0], 21)
+    rows = share(model)
+    model.check()
+    for tokens in (1, 20):  # the copies alone, and more pages beside them
+        device = FullDevice(group, torch.OutOfMemoryError("planted"))
+        with monkeypatch.context() as patched:
+            patched.setattr(ops, "copy_pages", device)
+            model._append(rows, tokens)  # which sees to it that nothing changes
+        assert device.calls == group
+        model.check()
+    assert model.outs == 2
+    model._append(rows, 1)
+    model.check()
+    assert model.outs == 2
+    assert driver.touched_unmapped() == []
+    _ends_clean(model)
+
+
+@pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt, MemoryError])
+def test_a_copy_may_fail_in_any_way(
+    error: type[BaseException], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pool = PagePool(two_groups(), max_pages=40)
+    (table,) = grow(pool, 21)
+    tables = [table, pool.fork(table)]
+    before = [(each.length, each.pages(0), each.pages(1)) for each in tables]
+    count = numbers(pool.stats())
+    with monkeypatch.context() as patched, pytest.raises(error, match="planted"):
+        patched.setattr(ops, "copy_pages", FullDevice(2, error("planted")))
+        pool.append(tables, 9)
+    assert before == [(each.length, each.pages(0), each.pages(1)) for each in tables]
+    assert count == numbers(pool.stats())
     pool.check_invariants(tables)
 
 

@@ -259,18 +259,16 @@ class PagePool:
     ) -> list[PageCopy]:
         """Room for `num_tokens` more tokens in each table: plan, reserve, commit, all or nothing.
 
-        Pages to be written that other sequences share are copied first; returns these copies.
-        Where pages are needed, those that `ahead` holds are given back first, for these to take.
-        Raises OutOfPages.
+        Pages to be written that other sequences share are copied before the commit; returns these
+        copies. Where pages are needed, those that `ahead` holds are given back first, for these to
+        take. Raises OutOfPages.
         """
         with self._exclusive():
             needed = pages_needed(tables, num_tokens)
             if ahead is not None and any(needed):
                 ahead.crop(0)
             self._reserve(needed)
-            copies = append_all(tables, num_tokens, needed)
-            self._copy(copies)
-            return copies
+            return append_all(tables, num_tokens, needed, self._copy)
 
     def claim_ahead(self, ahead: PageTable, num_pages: int) -> None:
         """Have `ahead` hold `num_pages` pages in each group, if they are to be had at once.
@@ -825,12 +823,17 @@ class PagePool:
         _empty_torch_cache()
 
     def _copy(self, copies: Sequence[PageCopy]) -> None:
-        for index, group in enumerate(self._groups):
-            pairs = [(copy.source, copy.target) for copy in copies if copy.group == index]
-            if pairs:
-                self.use_stream(group.device)
-                source, target = torch.tensor(pairs).T
-                ops.copy_pages(group.pages, source, target)
+        """Make `copies`. Raises OutOfPages where the device has no memory even for that."""
+        try:
+            for index, group in enumerate(self._groups):
+                pairs = [(copy.source, copy.target) for copy in copies if copy.group == index]
+                if pairs:
+                    self.use_stream(group.device)
+                    source, target = torch.tensor(pairs).T
+                    ops.copy_pages(group.pages, source, target)
+        except torch.OutOfMemoryError as error:
+            hint = f"the device has no memory left to copy shared pages ({error})"
+            raise OutOfPages(len(copies), 0, hint) from error
 
     def _shrink(self, keep: int = WATERMARK, spare: Sequence[int] | None = None) -> None:
         """Close wholly free chunks beyond `keep` bytes, the highest first to go.
