@@ -21,6 +21,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.store.fake_driver import FakeDriver, install
 from tests.store.pool_model import (
+    SHARING_STEPS,
     STEPS,
     Export,
     PoolModel,
@@ -488,6 +489,166 @@ def test_crop_of_a_batch_is_all_or_nothing() -> None:
         pool.crop(tables, 40)
     assert [table.length for table in tables] == [100, 100]
     pool.check_invariants(tables)
+
+
+# --- prefixes that sequences share ------------------------------------------------------------
+
+
+def begin(model: PoolModel, tokens: list[int]) -> Sequence_:
+    """A sequence that takes what is known of `tokens`, and computes the rest of them."""
+    found = model.pool.match_prefix(tokens)
+    model.take(model.pool.adopt_prefix(found), tokens[: found.num_tokens])
+    sequence = model.sequences[-1]
+    sequence.cursors = found.cursors
+    extend(model, sequence, tokens[found.num_tokens :])
+    return sequence
+
+
+def extend(model: PoolModel, sequence: Sequence_, tokens: list[int]) -> None:
+    length = sequence.table.length
+    model.pool.append([sequence.table], len(tokens))
+    model._fill_fresh_pages(model.sequences)
+    model._write(sequence.table, length, tokens)
+    sequence.tokens += tokens
+
+
+def serve(model: PoolModel, tokens: list[int], prompt: int) -> None:
+    """As the engine does: prompts are published at once, what comes after them at the end."""
+    sequence = begin(model, tokens[:prompt])
+    model.publish(sequence, 0)
+    for token in tokens[prompt:]:
+        model.pool.slide([sequence.table])
+        extend(model, sequence, [token])
+    model.check_contents(sequence)
+    model.publish(sequence, 0)
+    model.release(sequence, 0)
+
+
+WIDTHS = [1, 2, 7, 8, 9, 16, 17, 20]
+
+
+@pytest.mark.parametrize("prompt", [1, 12])
+@pytest.mark.parametrize("window", WIDTHS)
+def test_a_next_turn_finds_all_of_the_last_one(window: int, prompt: int) -> None:
+    """What the first one generated has left the window for the most part, and was never published.
+
+    The whole of it is at and around the edges of the window, with the margin and without.
+    """
+    edges = {window * k + d for k in (1, 2) for d in (-1, 0, 1)}
+    for length in sorted({prompt + edge + margin for edge in edges for margin in (0, 8)}):
+        model = PoolModel(PagePool(two_groups(window=window), max_pages=60))
+        tokens = list(range(1, length + 1))
+        serve(model, tokens, prompt)
+        found = model.pool.match_prefix(tokens)
+        assert found.num_tokens == length // 8 * 8
+        assert len(found.pages[0]) == length // 8
+        oldest = max(0, found.num_tokens - window + 1)
+        assert len(found.pages[1]) >= length // 8 - oldest // 8
+        assert len(found.pages[1]) <= (window + 8 - 1 + 7) // 8 + 1
+        begin(model, [*tokens, 1000])
+        model.check()  # K/V that are not there would show as NaN
+        _ends_clean(model)
+
+
+@pytest.mark.parametrize("chunk", [8, 24, 50])
+def test_a_prompt_in_chunks_is_found_though_its_head_was_evicted(chunk: int) -> None:
+    """Its head left the window and was cached, and others took the pages while it ran."""
+    model = PoolModel(PagePool(two_groups(), max_pages=60))
+    tokens = list(range(1, 201))
+    sequence = begin(model, [])
+    for start in range(0, 200, chunk):
+        model.pool.slide([sequence.table])
+        extend(model, sequence, tokens[start : start + chunk])
+        model.publish(sequence, 0)
+        windowed = model.pool._groups[1].allocator
+        windowed.evict(windowed.num_cached)
+    model.release(sequence, 0)
+    found = model.pool.match_prefix(tokens)
+    assert found.num_tokens == 200
+    assert 0 < len(found.pages[1]) < 25
+    begin(model, [*tokens, 1000])
+    model.check()
+
+
+def test_a_hit_ends_where_the_windows_pages_are_there() -> None:
+    """Whichever page of a window is gone: no hit lacks one, and none is shorter than it must be."""
+    tokens = list(range(1, 201))
+    for lost in range(25):
+        model = PoolModel(PagePool(two_groups(), max_pages=60))
+        serve(model, tokens, 200)
+        index = model.pool._groups[1].prefix
+        model.pool._groups[1].allocator.unpublish(index.match(tokens)[lost])
+        found = model.pool.match_prefix(tokens)
+        # The next token of n pages sees those from (8 * n - 19) // 8 on.
+        possible = [n for n in range(26) if not max(0, 8 * n - 19) // 8 <= lost < n]
+        assert found.num_tokens == 8 * max(possible)
+        assert len(found.pages[1]) == (3 if lost == 21 else 4)
+        begin(model, [*tokens[: found.num_tokens], 1000])
+        model.check()
+
+
+@pytest.mark.parametrize("group", [0, 1])
+@pytest.mark.parametrize("taken", [False, True], ids=["free", "another's"])
+def test_a_prefix_that_was_evicted_since_is_not_adopted(group: int, taken: bool) -> None:
+    """Another thread may come between match and adopt."""
+    pool = PagePool(two_groups(), max_pages=20)
+    model = PoolModel(pool)
+    serve(model, list(range(1, 17)), 16)
+    found = pool.match_prefix(range(1, 17))
+    assert found.num_tokens == 16
+    allocator = pool._groups[group].allocator
+    allocator.evict(1)
+    pages = allocator.allocate(1) if taken else []
+    before = numbers(pool.stats())
+    with pytest.raises(PageError, match=r"pages that were evicted since; match again"):
+        pool.adopt_prefix(found)
+    assert numbers(pool.stats()) == before
+    allocator.release(pages)
+    pool.check_invariants([])
+    assert pool.adopt_prefix(pool.match_prefix(range(1, 17))).length == 8
+    pool.drop_prefix_cache()
+    with pytest.raises(PageError, match="evicted since"):
+        pool.adopt_prefix(found)
+
+
+def test_only_what_a_table_holds_is_published() -> None:
+    pool = PagePool(two_groups(), max_pages=20)
+    padded, short, released = pool.new_table(3), pool.new_table(), pool.new_table()
+    pool.append([padded, short, released], 16)
+    pool.release([released])
+    for table, tokens, error, message in (
+        (padded, 16, PageError, "tokens: expected at most 16, without left padding"),
+        (short, 17, PageError, "tokens: expected at most 16, .* got 17"),
+        (released, 16, UseAfterFree, "it was released"),
+    ):
+        cursors = pool.match_prefix([]).cursors
+        before = list(cursors)
+        with pytest.raises(error, match=message):
+            pool.publish_prefix(table, range(tokens), cursors)
+        assert cursors == before
+    assert pool.match_prefix(range(17)).num_tokens == 0
+    pool.publish_prefix(short, range(16), cursors)
+    assert pool.match_prefix(range(17)).num_tokens == 16
+
+
+def test_pages_of_a_prefix_that_cost_nothing() -> None:
+    """In a window's group only a few pages hold a prefix: the others are not to be paid for."""
+    model = PoolModel(PagePool(two_groups(), max_pages=60))
+    tokens = list(range(1, 201))
+    serve(model, tokens, 200)
+    assert model.pool.match_prefix(tokens).num_used == 0  # all 25 pages of the first are cached
+    first = begin(model, tokens)
+    assert model.pool.match_prefix(tokens).num_used == 25  # and now shared, in both groups
+    short = model.pool.match_prefix(tokens[:96])
+    assert [len(pages) for pages in short.pages] == [12, 4]
+    assert short.num_used == 12 - 4  # the second group's are cached still
+    available = [group.allocator.num_available for group in model.pool._groups]
+    second = begin(model, tokens[:96])
+    after = [group.allocator.num_available for group in model.pool._groups]
+    assert [a - b for a, b in zip(available, after, strict=True)] == [0, 4]
+    model.release(first, 0)
+    model.release(second, 0)
+    _ends_clean(model)
 
 
 # --- memory that comes and goes ---------------------------------------------------------------
@@ -1224,6 +1385,15 @@ def test_long_random_runs(seed: int, elastic: str, monkeypatch: pytest.MonkeyPat
 
     model.run(random_steps(rng, 200), after)
     assert model.outs
+    _ends_clean(model)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_prefixes_are_found_under_pressure(seed: int) -> None:
+    """What is evicted from one group, or left its window, never serves; what is there does."""
+    model = PoolModel(PagePool(two_groups(), max_memory=40 * LARGE), most=5)
+    model.run(random_steps(random.Random(seed), 300, SHARING_STEPS))
+    assert model.outs and model.hits > 5 and model.hits_in_a_window > 5
     _ends_clean(model)
 
 

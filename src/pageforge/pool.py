@@ -32,7 +32,7 @@ from pageforge.geometry import (
 from pageforge.memory import PageAllocator, PageTable, PrefixIndex
 from pageforge.memory.allocator import Supply
 from pageforge.memory.page_table import PageCopy, append_all, pages_needed
-from pageforge.memory.prefix import PrefixCursor
+from pageforge.memory.prefix import PrefixCursor, longest_hit
 from pageforge.ops.launch import stream_handle
 from pageforge.probe import geometry_of
 from pageforge.store import (
@@ -105,8 +105,9 @@ class PoolStats:
 class Prefix:
     """Known pages that hold the first `num_tokens` tokens of a sequence, in every layer group.
 
-    `num_used`: how many of its pages others hold now; the rest are cached ones, which count as
-    available until they are shared.
+    `pages`: of each group those that the next token sees, and before a window some more to roll
+    back to. `num_used`: how many pages of the prefix every group has for nothing: others hold them
+    now, or they left the window; cached ones count as available until they are shared.
     """
 
     num_tokens: int
@@ -374,33 +375,36 @@ class PagePool:
     def match_prefix(self, tokens: Sequence[int], salt: str = "") -> Prefix:
         """The longest known prefix of `tokens`, in full pages; a query.
 
-        `salt` parts what must not be shared (another adapter, say).
+        A layer group with a window needs to have the pages of its window alone. `salt` parts what
+        must not be shared (another adapter, say).
         """
         with self._exclusive():
             size = self.geometry.page_size
-            walks = [group.prefix.walk(tokens, salt) for group in self._groups]
-            num_pages = min(len(found) for found, _ in walks)
-            num_tokens, pages, cursors = num_pages * size, [], []
-            for group, walk in zip(self._groups, walks, strict=True):
-                is_longer = len(walk[0]) > num_pages  # than what another group knows
-                known = tokens[:num_tokens]
-                found, cursor = group.prefix.walk(known, salt) if is_longer else walk
-                window = group.layout.shape.window
-                oldest = 0 if window is None else max(0, num_tokens - window - ROLLBACK)
-                pages.append(found[oldest // size :])
-                cursors.append(cursor if num_pages else group.prefix.start(salt))
-            used = min(
-                sum(not group.allocator.is_cached(page) for page in found)
+            paths = [group.prefix.walk(tokens, salt) for group in self._groups]
+            known = [[place.page for place in path[1:]] for path in paths]
+            windows = [group.shape.window for group in self.geometry.groups]
+            num_pages, pages = longest_hit(known, windows, size, ROLLBACK)
+            num_cached = max(
+                sum(group.allocator.is_cached(page) for page in found)
                 for group, found in zip(self._groups, pages, strict=True)
             )
-            return Prefix(num_tokens, tuple(pages), used, cursors)
+            cursors = [path[num_pages] for path in paths]
+            return Prefix(num_pages * size, tuple(pages), num_pages - num_cached, cursors)
 
     def adopt_prefix(self, prefix: Prefix) -> PageTable:
-        """A page table over `prefix`, which must be just what `match_prefix` gave."""
+        """A page table over `prefix`, which must be just what `match_prefix` gave.
+
+        Raises PageError, and then nothing has changed, where some of its pages were evicted since.
+        """
         with self._exclusive():
+            for cursor, pages in zip(prefix.cursors, prefix.pages, strict=True):
+                if not cursor.holds(pages):
+                    raise PageError(
+                        f"prefix: expected its {prefix.num_tokens} tokens where match_prefix found "
+                        f"them, got pages that were evicted since; match again"
+                    )
             table = self.new_table()
-            if prefix.num_tokens:
-                table.adopt(prefix.pages, prefix.num_tokens)
+            table.adopt(prefix.pages, prefix.num_tokens)
             return table
 
     def publish_prefix(
@@ -408,17 +412,26 @@ class PagePool:
     ) -> None:
         """Make the full pages of `tokens`, the first ones of `table`, findable.
 
-        `cursors`: how far each group has come, as `match_prefix` said first; moved on.
+        Those that left a window before are not, but what comes after them is. `cursors`: how far
+        each group has come, as `match_prefix` said first; moved on. Raises PageError, and then
+        nothing has changed, where the table has fewer tokens, or some of left padding.
         """
         with self._exclusive():
-            size = self.geometry.page_size
-            for index, group in enumerate(self._groups):
-                first = cursors[index].num_pages
-                pages = table.entries(first, len(tokens) // size, index)
-                if pages and all(pages):  # else some have left the window unpublished
-                    cursors[index] = group.prefix.extend(
-                        cursors[index], tokens[first * size :], pages
+            table.check_live()
+            if table.start or len(tokens) > table.length:
+                raise PageError(
+                    expected(
+                        "tokens",
+                        f"at most {table.length}, without left padding",
+                        f"{len(tokens)}, after {table.start} of padding",
+                        "publish what the table holds",
                     )
+                )
+            size = self.geometry.page_size
+            for index, (group, cursor) in enumerate(zip(self._groups, cursors, strict=True)):
+                first = cursor.num_pages
+                pages = table.entries(first, len(tokens) // size, index)
+                cursors[index] = group.prefix.extend(cursor, tokens[first * size :], pages)
 
     @property
     def num_available(self) -> int:

@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from pageforge.errors import CropError, GeometryError, PageError, UseAfterFree, expected
-from pageforge.geometry import pages_for
+from pageforge.geometry import first_visible, pages_for
 from pageforge.memory.allocator import PageAllocator
 
 
@@ -110,7 +110,7 @@ class PageTable:
 
     def slots(self, start: int, stop: int, group: int = 0) -> npt.NDArray[np.int64]:
         """The slots of positions `start` to `stop - 1`, `[stop - start]`; -1 where absent."""
-        self._check_live()
+        self.check_live()
         if not 0 <= start <= stop <= self.length:
             raise PageError(
                 expected(
@@ -136,7 +136,7 @@ class PageTable:
 
     def needed(self, num_tokens: int) -> list[int]:
         """Fresh pages that `append(num_tokens)` would claim, for each group."""
-        self._check_live()
+        self.check_live()
         return pages_needed([self], num_tokens)
 
     # --- changes ----------------------------------------------------------------------------
@@ -159,7 +159,7 @@ class PageTable:
         `start` or the group's window makes the first ones needless. Raises PageError, and then
         nothing has changed.
         """
-        self._check_live()
+        self.check_live()
         total = pages_for(num_tokens, self.page_size)
         if self.length or num_tokens < 0 or len(pages) != len(self._pages):
             raise PageError(
@@ -168,7 +168,7 @@ class PageTable:
                 f"{len(pages)} lists; adopt first, append after"
             )
         for window, ids in zip(self.windows, pages, strict=True):
-            oldest = self.start if window is None else max(self.start, num_tokens - window + 1)
+            oldest = max(self.start, first_visible(num_tokens, window))
             least = total - oldest // self.page_size if num_tokens > self.start else 0
             if not least <= len(ids) <= total:
                 raise PageError(
@@ -187,7 +187,7 @@ class PageTable:
 
     def fork(self) -> PageTable:
         """A second table over the same tokens: every page is shared."""
-        self._check_live()
+        self.check_live()
         child = PageTable(
             self._allocators,
             self.page_size,
@@ -204,7 +204,7 @@ class PageTable:
 
     def check_crop(self, length: int) -> None:
         """Raise CropError where `crop(length)` would; otherwise do nothing."""
-        self._check_live()
+        self.check_live()
         if not 0 <= length <= self.length:
             raise CropError(
                 expected("length", f"from 0 to {self.length}", length, "crop only shortens")
@@ -212,11 +212,11 @@ class PageTable:
         if length <= self.start:
             return
         for group, window in enumerate(self.windows):
-            gone = self._first[group] * self.page_size
-            if window is not None and gone > max(self.start, length - window + 1):
+            gone, oldest = self._first[group] * self.page_size, first_visible(length, window)
+            if gone > max(self.start, oldest):
                 raise CropError(
                     f"crop to {length} tokens: the window of {window} needs tokens from "
-                    f"{max(0, length - window + 1)} on, but those before {gone} are gone; raise "
+                    f"{oldest} on, but those before {gone} are gone; raise "
                     f"the roll-back margin (now {self.rollback} tokens) or keep a fork"
                 )
 
@@ -241,14 +241,14 @@ class PageTable:
         `length`: tokens that are there, where room was made for more of them ahead.
         Returns the logical pages among which they were, or None if there were none.
         """
-        self._check_live()
+        self.check_live()
         length = self.length if length is None else length
         gone: list[int] = []
         for group, window in enumerate(self.windows):
             if window is None:
                 continue
             first, pages = self._first[group], self._pages[group]
-            oldest = length - self.rollback - window + 1
+            oldest = first_visible(length - self.rollback, window)
             leave = min(oldest // self.page_size - first, len(pages))
             if leave > 0:
                 self._allocators[group].release(pages[:leave][::-1])
@@ -268,7 +268,8 @@ class PageTable:
 
     # --- inside -----------------------------------------------------------------------------
 
-    def _check_live(self) -> None:
+    def check_live(self) -> None:
+        """Raise UseAfterFree if `release` was called."""
         if self._released:
             raise UseAfterFree(
                 "page table: it was released; make a new one, or fork before releasing"
@@ -280,7 +281,7 @@ def pages_needed(tables: Sequence[PageTable], num_tokens: int) -> list[int]:
     if not tables:
         return []
     for table in tables:
-        table._check_live()
+        table.check_live()
     if num_tokens < 0:
         raise PageError(expected("num_tokens", "at least 0", num_tokens, "use crop to shorten"))
     return [
