@@ -528,9 +528,41 @@ def test_a_device_that_has_no_memory_for_a_page_table(
             batch.fork()
     assert batch.tables is tables
     check(batch)
+    check_pool(pool, batch)
     batch.append(1)
     check(batch)
-    pool.check_invariants()
+    check_pool(pool, batch)
+
+
+def test_a_fork_without_memory_for_its_page_table_shares_no_page(
+    pool: PagePool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    batch = SequenceBatch(pool, [0, 0])
+    batch.append(12)
+
+    def fail(*args: object) -> None:
+        raise torch.OutOfMemoryError("planted")
+
+    with monkeypatch.context() as patched, pytest.raises(torch.OutOfMemoryError):
+        patched.setattr(_PageTableMirror, "copy", fail)
+        batch.fork()
+    check_pool(pool, batch)
+
+
+def test_restored_rows_that_a_device_has_not_taken_give_their_pages_back(
+    pool: PagePool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    contents = [torch.zeros(2, pool.pages(group).shape[1]) for group in (0, 1)]
+    batch = SequenceBatch(pool, [0])
+
+    def fail(*args: object) -> None:
+        raise torch.OutOfMemoryError("planted")
+
+    with monkeypatch.context() as patched, pytest.raises(torch.OutOfMemoryError):
+        patched.setattr("pageforge.batch.to_device", fail)
+        batch.restore(contents, [[[0, 1], [0, 1]]], 12)
+    assert len(batch) == 0
+    assert pool.stats().pages_used == 0
 
 
 def test_a_batch_that_was_released_holds_no_device_memory(pool: PagePool) -> None:

@@ -19,7 +19,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tests.store.fake_driver import FakeDriver, install
+from tests.store.fake_driver import FakeDriver, HostStore, install
 from tests.store.pool_model import (
     SHARING_STEPS,
     STEPS,
@@ -35,6 +35,7 @@ import pageforge.pool
 from pageforge import KVGeometry, LayerShape, PagePool, PageTable, ops
 from pageforge.batch import SequenceBatch
 from pageforge.errors import (
+    CropError,
     GeometryError,
     OutOfPages,
     PageError,
@@ -370,15 +371,17 @@ def test_restore_that_fails_loses_nothing(driver: FakeDriver) -> None:
         {"rows": [[[0, 1], [0, 2]]]},  # a page that is not there
         {"rows": [row, [[0], [0]]]},  # too few pages for the second row
         {"rows": [row, row, row]},  # more rows than starts
+        {"starts": [0, -1]},
+        {"starts": [0, "8"]},
         {"length": 40},
     ):
         arguments = {"contents": contents, "rows": [row, row], "starts": [0, 0], "length": 16}
-        with pytest.raises((PageError, RuntimeError, IndexError, ValueError)):
+        with pytest.raises((PageError, RuntimeError, IndexError, ValueError, TypeError)):
             pool.restore(**(arguments | bad))
         assert numbers(pool.stats()) == (0, 0, 100)
         pool.check_invariants([])
     with pytest.raises(OutOfPages):
-        pool.restore([torch.zeros(60, LARGE // 4), torch.zeros(2, SMALL // 4)], [], [], 0)
+        pool.restore([torch.zeros(60, LARGE // 4), torch.zeros(2, SMALL // 4)], [row], [0], 16)
     tables = pool.restore(contents, [row, row], [0, 0], 16)
     assert numbers(pool.stats()) == (4, 0, 96)
     pool.check_invariants(tables)
@@ -489,6 +492,56 @@ def test_crop_of_a_batch_is_all_or_nothing() -> None:
         pool.crop(tables, 40)
     assert [table.length for table in tables] == [100, 100]
     pool.check_invariants(tables)
+
+
+def test_only_what_can_be_gone_on_from_is_saved() -> None:
+    """A window of 20 has lost the pages that a shorter sequence would see, and padding is none."""
+    pool = PagePool(two_groups(), max_pages=50)
+    (table,) = grow(pool, 100)
+    padded = pool.new_table(20)
+    pool.append([padded], 100)
+    pool.slide([table, padded])
+    first = table.first_page(1)
+    for each, tokens in ((table, 101), (padded, 101), (table, first * 8 + 18), (table, 24)):
+        for call in (pool.save, pool.num_bytes):
+            with pytest.raises(CropError):
+                call(each, tokens)
+    for each, tokens, counts in (
+        (table, 100, [13, 13 - first]),
+        (table, first * 8 + 19, [first + 3, 3]),
+        (table, 0, [0, 0]),
+        (padded, 100, [11, 13 - padded.first_page(1)]),
+        (padded, 20, [1, 0]),
+        (padded, 3, [0, 0]),
+    ):
+        contents = pool.save(each, tokens)
+        assert [len(pages) for pages in contents] == counts
+        assert pool.num_bytes(each, tokens) == sum(pages.nbytes for pages in contents)
+        rows = [[range(count) for count in counts]]
+        (restored,) = pool.restore(contents, rows, [each.start], tokens)
+        pool.append([restored], 30)
+        pool.check_invariants([table, padded, restored])
+        pool.release([restored])
+
+
+@pytest.mark.parametrize(
+    "limit", [{"max_pages": 40}, {"max_memory": 50 * LARGE}, {"max_memory": 60 * LARGE}]
+)
+def test_what_a_table_would_give_back(limit: dict[str, int]) -> None:
+    """As many pages as all groups can hand out more then: what the one without a window lacks."""
+    pool = PagePool(two_groups(), **limit)
+    tables = grow(pool, 64, tables=4)
+    pool.slide(tables[:3])
+    assert len(tables[0].pages(1)) == 4
+    publish(pool, tables[3])
+    tables.append(pool.fork(tables[0]))
+    found = []
+    while tables:
+        before, found = pool.num_available, [*found, pool.num_reclaimable(tables[-1])]
+        pool.release([tables.pop()])
+        assert pool.num_available - before == found[-1]
+    assert found[0] == 0  # all of the fork's pages are another one's too
+    assert max(found) > 4
 
 
 # --- prefixes that sequences share ------------------------------------------------------------
@@ -791,6 +844,78 @@ def test_a_chunk_may_be_reopened_before_it_is_unmapped(
     assert driver.mapped == G
 
 
+@pytest.mark.parametrize("call", ["_record_events", "before unmap", "after unmap"])
+@pytest.mark.parametrize("end", ["release", "crop", "abandon", "trim"])
+def test_memory_that_could_not_be_given_back_goes_later(
+    end: str, call: str, driver: FakeDriver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A failing driver, or an interrupt, loses no chunk: it is unmapped by a later call."""
+    pool = PagePool(two_groups(), max_pages=200)
+    kept, *tables = grow(pool, 80, tables=5)
+    if end == "trim":
+        monkeypatch.setattr(PagePool._shrink, "__defaults__", (1 << 30, None))
+        pool.release(tables)
+    unmap, failures = HostStore.unmap, [RuntimeError("planted")]
+
+    def fail(*args: Any) -> None:
+        if call == "after unmap":
+            unmap(*args)
+        if failures:
+            raise failures.pop()
+        if call == "before unmap":
+            unmap(*args)
+
+    ends: dict[str, Callable[[], None]] = {
+        "release": lambda: pool.release(tables),
+        "crop": lambda: pool.crop(tables, 0),
+        "abandon": lambda: pool.abandon(tables),
+        "trim": pool.trim,
+    }
+    with monkeypatch.context() as patched, pytest.raises(RuntimeError, match="planted"):
+        if call == "_record_events":
+            patched.setattr(pool, call, fail)
+        else:
+            patched.setattr(HostStore, "unmap", fail)
+        ends[end]()
+    assert pool.stats().pages_used == 20
+    pool.trim()
+    held = driver.mapped
+    assert held <= pool.stats().bytes_in_use + 4 * G
+    pool.release(grow(pool, 80, tables=4))
+    pool.trim()
+    assert driver.mapped == driver.physical == pool.stats().bytes_mapped == held
+    pool.check_invariants([kept])
+    assert driver.touched_unmapped() == []
+    pool.close()
+    driver.assert_nothing_left()
+
+
+def test_memory_that_was_mapped_in_vain_goes_back(
+    driver: FakeDriver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The second group's fails for another reason than a full device, and so do events."""
+    pool = PagePool(two_groups(), max_pages=200)
+    (table,) = grow(pool, 8)
+    before, store = driver.mapped, pool._groups[1].store
+
+    def fail(*args: Any) -> None:
+        raise RuntimeError("planted")
+
+    for call in (
+        lambda: pool.append([table], 400),
+        lambda: pool.claim_ahead(pool.new_table(), 40),
+    ):
+        with monkeypatch.context() as patched, pytest.raises(RuntimeError, match="planted"):
+            patched.setattr(store, "map", fail)
+            patched.setattr(pool, "_record_events", fail)
+            call()
+        assert driver.mapped > before
+        pool.trim()
+        assert driver.mapped == before
+    pool.append([table], 400)
+    pool.check_invariants([table])
+
+
 def test_no_stale_memory_after_a_chunk_went_and_came_back() -> None:
     pool = PagePool(one_group(), max_pages=1000)
     tables = grow(pool, 100 * 8)
@@ -1068,6 +1193,26 @@ def test_export_says_what_can_be_exported() -> None:
     pool.release([table])
     assert np.from_dlpack(pool.export_pages(2)).shape == (1, 2, 2, 2, 8, 5)  # a cached one
     pool.check_invariants([])
+
+
+@pytest.mark.parametrize("name", ["use_stream", "export"])
+def test_an_export_that_fails_holds_nothing(
+    name: str, driver: FakeDriver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pool = PagePool(one_group(), max_pages=100)
+    tables = grow(pool, 8)
+
+    def fail(*args: Any) -> None:
+        raise RuntimeError("planted")
+
+    with monkeypatch.context() as patched, pytest.raises(RuntimeError, match="planted"):
+        patched.setattr(pool if name == "use_stream" else pool._groups[0].store, name, fail)
+        pool.export_pages(1)
+    gc.collect()
+    pool.release(tables)
+    assert numbers(pool.stats()) == (0, 0, 100)
+    pool.close()
+    driver.assert_nothing_left()
 
 
 def test_exports_outlive_the_pools_end(driver: FakeDriver) -> None:

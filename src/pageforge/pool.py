@@ -209,6 +209,10 @@ class PagePool:
         self._closed = False
         with torch.inference_mode(False):  # else pages could only be written to in that mode
             self._budget, self._groups = _open(geometry, max_pages, max_memory)
+        # A pool that is dropped without close() must not keep the device's memory.
+        stores = [(group.store, group.device) for group in self._groups]
+        self._finalizer = weakref.finalize(self, _close_stores, stores)
+        self._finalizer.atexit = False
         for group in self._groups:
             self.use_stream(group.device)  # which may be zeroing page 0
         self._layers = {
@@ -216,10 +220,6 @@ class PagePool:
             for index, group in enumerate(self._groups)
             for layer, views in zip(group.layout.layers, group.layers, strict=True)
         }
-        # A pool that is dropped without close() must not keep the device's memory.
-        stores = [(group.store, group.device) for group in self._groups]
-        self._finalizer = weakref.finalize(self, _close_stores, stores)
-        self._finalizer.atexit = False
 
     @classmethod
     def for_model(
@@ -343,12 +343,12 @@ class PagePool:
         tokens; rows may share pages. Raises OutOfPages.
         """
         with self._exclusive():
+            tables = [self.new_table(start) for start in starts]
             self._reserve([len(data) for data in contents])
             ids = [
                 group.allocator.allocate(len(data))
                 for group, data in zip(self._groups, contents, strict=True)
             ]
-            tables = [self.new_table(start) for start in starts]
             try:
                 for group, pages, data in zip(self._groups, ids, contents, strict=True):
                     self.use_stream(group.device)
@@ -437,23 +437,32 @@ class PagePool:
     def num_available(self) -> int:
         """Pages that all groups could hand out together now, free and cached ones."""
         with self._exclusive():
-            used = sum(g.allocator.num_used * g.bytes_per_page for g in self._groups)
-            room = (self._budget - used) // total_bytes_per_page(self.geometry.groups)
-            return min([room, *(group.allocator.num_available for group in self._groups)])
+            return self._available_beside([0] * len(self._groups))
 
     def num_reclaimable(self, table: PageTable) -> int:
-        """Pages that each group would have more of if `table` was released."""
+        """By how much `num_available` would grow if `table` was released."""
         with self._exclusive():
-            return min(
+            given_back = [
                 sum(group.allocator.count(page) == 1 for page in table.pages(index))
                 for index, group in enumerate(self._groups)
-            )
+            ]
+            now = self._available_beside([0] * len(self._groups))
+            return self._available_beside(given_back) - now
+
+    def _available_beside(self, given_back: Sequence[int]) -> int:
+        """Pages that all groups could hand out together, had each got `given_back` used ones."""
+        rest = [g.allocator.num_used - n for g, n in zip(self._groups, given_back, strict=True)]
+        used = sum(n * g.bytes_per_page for n, g in zip(rest, self._groups, strict=True))
+        room = (self._budget - used) // total_bytes_per_page(self.geometry.groups)
+        ids = [g.allocator.num_pages - n for g, n in zip(self._groups, rest, strict=True)]
+        return min(room, *ids)
 
     def save(self, table: PageTable, num_tokens: int) -> list[Tensor]:
         """The pages of a table's first `num_tokens` tokens, for `restore`: those that it holds.
 
         `[n, page elements]` on the host for each group; on CUDA pinned, and complete once what was
-        launched on the current stream is done.
+        launched on the current stream is done. Raises CropError where a window of the next token
+        has lost pages, or the table has fewer tokens.
         """
         with self._exclusive():
             held = [self._held(table, index, num_tokens) for index in range(len(self._groups))]
@@ -471,7 +480,7 @@ class PagePool:
             return contents
 
     def num_bytes(self, table: PageTable, num_tokens: int) -> int:
-        """Bytes of the pages that `save` copies."""
+        """Bytes of the pages that `save` copies. Raises CropError where that would."""
         with self._exclusive():
             return sum(
                 len(self._held(table, index, num_tokens)) * group.bytes_per_page
@@ -480,9 +489,9 @@ class PagePool:
 
     def _held(self, table: PageTable, group: int, num_tokens: int) -> list[int]:
         """The pages of a table's first `num_tokens` tokens that are present in `group`."""
-        return table.pages(group)[
-            : pages_for(num_tokens, self.geometry.page_size) - table.first_page(group)
-        ]
+        table.check_crop(num_tokens)
+        stop = pages_for(num_tokens, self.geometry.page_size)
+        return table.pages(group)[: max(0, stop - table.first_page(group))]
 
     def release(self, tables: Sequence[PageTable]) -> None:
         """Give all pages of `tables` back. Releasing twice does nothing."""
@@ -611,9 +620,9 @@ class PagePool:
             pages = range(first, first + count)
             if count < 1:
                 raise PageError(expected("count", "at least 1", count, "export one page or more"))
+            self.use_stream(owner.device)  # DLPack orders the consumer after this thread's stream
             owner.allocator.share(pages)
             self._exports += 1
-            self.use_stream(owner.device)  # DLPack orders the consumer after this thread's stream
             hold = _Export()
             end = weakref.finalize(hold, self.abandon, [_ExportEnd(self, group, pages)])
             end.atexit = False
@@ -686,9 +695,9 @@ class PagePool:
                 "release what uses it"
             )
         with self._lock:
-            self._owner = me
-            self._num_calls += 1
             try:
+                self._owner = me
+                self._num_calls += 1
                 self._collect()
                 if not even_closed:
                     self.check_open()
@@ -760,7 +769,9 @@ class PagePool:
 
     def _prepare(self, supplies: Sequence[Supply]) -> None:
         """Open what `_supply` has mapped, and evict what it counted on."""
-        for group, supply in zip(self._groups, supplies, strict=True):
+        for index, (group, supply) in enumerate(zip(self._groups, supplies, strict=True)):
+            for chunk in supply.chunks:
+                self._retired.pop((index, chunk), None)
             group.allocator.prepare(supply)
 
     def _available(self, needed: Sequence[int], room: int) -> int:
@@ -816,8 +827,8 @@ class PagePool:
                     supply = Supply(opened, rest)
                 supplies.append(Supply(supply.chunks, supply.evictions + evictions[index]))
         except BaseException:
-            for index, chunk in mapped:
-                self._retired[index, chunk] = self._record_events(self._groups[index].device)
+            for place in mapped:
+                self._retired.setdefault(place, [])  # no kernel has come to know of it
             raise
         return supplies
 
@@ -825,7 +836,7 @@ class PagePool:
         """Put memory behind `chunks`, and note them in `mapped`. Raises DeviceMemoryError."""
         group = self._groups[index]
         for chunk in chunks:
-            if self._retired.pop((index, chunk), None) is None:
+            if (index, chunk) not in self._retired:  # else its memory is still there
                 group.store.map(*group.chunk_bytes(chunk))
             mapped.append((index, chunk))
 
@@ -870,9 +881,9 @@ class PagePool:
                 if wanted > 0:
                     wanted -= num_pages
                 elif keep < 0:
-                    allocator.close_chunk(chunk)
                     if group.device not in events:
                         events[group.device] = self._record_events(group.device)
+                    allocator.close_chunk(chunk)
                     self._retired[index, chunk] = events[group.device]
         self._unmap_retired(wait=False)
 
@@ -882,16 +893,18 @@ class PagePool:
 
     def _unmap_retired(self, *, wait: bool) -> None:
         """Unmap closed chunks whose last readers are done; with `wait`, wait for these."""
-        ready: dict[int, list[tuple[int, int]]] = {}
-        for (index, chunk), events in list(self._retired.items()):
+        ready: dict[int, list[int]] = {}
+        for (index, chunk), events in self._retired.items():
             if wait:
                 for event in events:
                     event.synchronize()
             if all(event.query() for event in events):
+                ready.setdefault(index, []).append(chunk)
+        for index, chunks in ready.items():
+            group = self._groups[index]
+            group.store.unmap([group.chunk_bytes(chunk) for chunk in chunks])
+            for chunk in chunks:  # only now: what failed, or was interrupted, is tried again
                 del self._retired[index, chunk]
-                ready.setdefault(index, []).append(self._groups[index].chunk_bytes(chunk))
-        for index, spans in ready.items():
-            self._groups[index].store.unmap(spans)
 
     def _end_export(self, group: int, pages: Sequence[int]) -> None:
         self._exports -= 1

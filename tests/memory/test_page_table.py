@@ -617,6 +617,22 @@ def test_padding_needs_no_pages_when_adopted() -> None:
     unchanged_by(short, PageError, lambda: short.adopt(prefix, 3 * P))
 
 
+@pytest.mark.parametrize("window", [None, 4])
+def test_pages_of_padding_alone_are_not_adopted(window: int | None) -> None:
+    """Cropped into the padding, the table would take them for those that follow it."""
+    owner = table_over(windows=[window])
+    owner.append(3 * P)
+    table = PageTable(owner._allocators, P, start=P + 3, windows=[window])
+    table.adopt([owner.pages()], 3 * P)
+    assert (table.first_page(), table.pages()) == (1, owner.pages()[1:])
+    check(owner, table)
+    table.crop(P - 1)
+    assert table.num_pages == 0
+    table.append(P)
+    assert set(table.pages()).isdisjoint(owner.pages())  # the shared page is not written to
+    check(owner, table)
+
+
 @pytest.mark.parametrize("num_tokens", [0, P - 1, P + 1, 2 * P])
 @pytest.mark.parametrize("window", [None, 4])
 def test_a_table_of_padding_is_adopted_with_the_pages_that_it_has(

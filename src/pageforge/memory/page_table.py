@@ -179,10 +179,11 @@ class PageTable:
         for allocator, ids in zip(self._allocators, pages, strict=True):
             allocator.check_share(ids)
         for group, (allocator, ids) in enumerate(zip(self._allocators, pages, strict=True)):
-            allocator.share(ids)
-            self._pages[group] = list(ids)
-            if ids or num_tokens > self.start:
-                self._first[group] = total - len(ids)
+            kept = ids[max(0, len(ids) - total + self._first[group]) :]  # none of padding alone
+            allocator.share(kept)
+            self._pages[group] = list(kept)
+            if kept or num_tokens > self.start:
+                self._first[group] = total - len(kept)
         self.length = num_tokens
 
     def fork(self) -> PageTable:

@@ -149,7 +149,8 @@ class PrefixIndex:
             return cursor
         for chunk, page in zip(chunks, pages, strict=False):
             key = self._hash(cursor.key, chunk)
-            place = self._places.get(key) or PrefixCursor(cursor, key, chunk)
+            known = self._places.get(key)
+            place = known or PrefixCursor(cursor, key, chunk)
             if place.parent is not cursor or place.tokens != chunk:
                 break  # a collision: what came first stays
             if page != ABSENT and place.page == ABSENT:
@@ -158,7 +159,8 @@ class PrefixIndex:
                 self._allocator.publish(page)
                 self._holders[page] = place
                 place.page = page
-            self._places[key] = place
+            if known is None:
+                self._places[key] = place
             cursor = place
         return cursor
 
