@@ -683,6 +683,7 @@ class PagePool:
             for index, group in enumerate(self._groups):
                 holders = None if tables is None else [table.pages(index) for table in tables]
                 group.allocator.check_invariants(holders)
+                group.prefix.check_invariants()
 
     # --- inside: all with the lock held -----------------------------------------------------
 

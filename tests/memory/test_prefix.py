@@ -11,7 +11,7 @@ import pytest
 
 from pageforge.errors import OutOfPages, PageError, PageForgeError
 from pageforge.memory.allocator import PageAllocator
-from pageforge.memory.prefix import ABSENT, PrefixIndex, chained_hash, longest_hit
+from pageforge.memory.prefix import ABSENT, TOKEN, PrefixIndex, chained_hash, longest_hit
 
 P = 4
 A = [1, 2, 3, 4]
@@ -40,11 +40,7 @@ class Pool:
 
     def check(self, *holders: list[int]) -> None:
         self.allocator.check_invariants(holders)
-        published = {page for page in range(1, 17) if self.allocator.is_published(page)}
-        holders = self.index._holders
-        assert holders.keys() == published
-        assert all(place.page == page for page, place in holders.items())
-        assert all(self.index._places[place.key] is place for place in holders.values())
+        self.index.check_invariants()
 
 
 def contents(index: PrefixIndex) -> dict[str, Any]:
@@ -200,14 +196,19 @@ def test_a_second_index_over_one_allocator_is_refused() -> None:
 # Hash
 
 
+def as_bytes(*tokens: int) -> bytes:
+    return np.array(tokens, TOKEN).tobytes()
+
+
 def test_the_hash_is_the_same_in_every_process() -> None:
-    head = chained_hash(b"", (1, 2, 3, 4))
+    head = chained_hash(b"", as_bytes(1, 2, 3, 4))
     assert head.hex() == "087a24230771ee662be37e5493b333d7"
-    assert chained_hash(head, (-1, 2**62, 0, 7)).hex() == "6395fbc44e112d36d7162a8c2057732a"
+    tail = chained_hash(head, as_bytes(-1, 2**62, 0, 7))
+    assert tail.hex() == "6395fbc44e112d36d7162a8c2057732a"
 
 
 def test_the_hash_depends_on_all_that_comes_before() -> None:
-    pages = [(1, 2), (2, 1), (1, 3), (0, 1), (256, 1)]
+    pages = [as_bytes(*tokens) for tokens in ((1, 2), (2, 1), (1, 3), (0, 1), (256, 1))]
     hashes = {
         chained_hash(chained_hash(salt, first), second)
         for salt in (b"", b"a", b"b")
@@ -233,7 +234,7 @@ def test_a_salt_that_looks_like_a_hash_opens_nothing(hash_function: Any) -> None
     # Its bytes are those of the key of A: only the place before tells "after A" from this salt.
     pool = Pool(hash_function=lambda parent, tokens: hash_function(parent, tokens).hex().encode())
     pages = pool.compute(A + B)
-    salt = hash_function(b"", tuple(A)).hex()
+    salt = hash_function(b"", as_bytes(*A)).hex()
     assert pool.index.match(B, salt) == []
     other = pool.allocator.allocate(1)
     pool.index.publish(B, other, salt)
@@ -489,6 +490,35 @@ def test_a_hit_is_as_long_as_what_each_group_knows() -> None:
     assert longest_hit([[1, 2, 3], []], [None, 2], P) == (0, [[], []])
     assert longest_hit([[1, 2, 3], [0, 0, 6]], [None, 2], P) == (3, [[1, 2, 3], [6]])
     assert longest_hit([[1, 2, 3], [0, 0, 0]], [None, 1], P) == (3, [[1, 2, 3], []])
+
+
+# Self-check
+
+
+def _keep_unknown(pool: Pool) -> None:
+    pool.allocator.publish(pool.allocator.allocate(1)[0])
+
+
+def _forget_a_page(pool: Pool) -> None:
+    pool.allocator._published.remove(1)
+
+
+def _mix_up_pages(pool: Pool) -> None:
+    pool.index._holders[1].page = 2
+
+
+def _lose_a_place(pool: Pool) -> None:
+    del pool.index._places[pool.index._holders[1].key]
+
+
+@pytest.mark.parametrize("fault", [_keep_unknown, _forget_a_page, _mix_up_pages, _lose_a_place])
+def test_planted_faults_are_seen(fault: Any) -> None:
+    pool = Pool()
+    pages = pool.compute(A + B)
+    pool.check(pages)
+    fault(pool)
+    with pytest.raises(AssertionError, match="index"):
+        pool.index.check_invariants()
 
 
 # Drop

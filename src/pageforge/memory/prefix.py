@@ -13,8 +13,10 @@ from pageforge.errors import PageError, PageForgeError, expected
 from pageforge.geometry import first_visible
 from pageforge.memory.allocator import PageAllocator
 
-Tokens = tuple[int, ...]
-HashFunction = Callable[[bytes, Tokens], bytes]
+HashFunction = Callable[[bytes, bytes], bytes]
+
+TOKEN = np.dtype("<i8")
+"""How a token is hashed and kept: the same bytes on every machine, and few."""
 
 ABSENT = 0
 """Stands for a page that there is none: evicted, or out of a window before it was published."""
@@ -30,8 +32,11 @@ class PrefixCursor:
 
     __slots__ = ("__weakref__", "key", "num_pages", "page", "parent", "tokens")
 
-    def __init__(self, parent: PrefixCursor | None, key: bytes, tokens: Tokens):
-        """`key`: the hash of all tokens up to here. `parent`: None before the first page."""
+    def __init__(self, parent: PrefixCursor | None, key: bytes, tokens: bytes):
+        """`key`: the hash of all tokens up to here. `parent`: None before the first page.
+
+        `tokens`: the page's, as TOKEN.
+        """
         self.parent = parent
         self.key = key
         self.tokens = tokens
@@ -52,12 +57,12 @@ class PrefixCursor:
             place = place.parent
 
 
-def chained_hash(parent: bytes, tokens: Tokens) -> bytes:
-    """Hash of a page's tokens and of all before it.
+def chained_hash(parent: bytes, tokens: bytes) -> bytes:
+    """Hash of a page's tokens (as TOKEN) and, with the hash of all before it, of these.
 
     The same in every process and on every machine, which Python's own salted `hash` is not.
     """
-    return hashlib.blake2b(parent + np.asarray(tokens, "<i8").tobytes(), digest_size=16).digest()
+    return hashlib.blake2b(parent + tokens, digest_size=16).digest()
 
 
 class PrefixIndex:
@@ -124,7 +129,7 @@ class PrefixIndex:
     def start(self, salt: str = "") -> PrefixCursor:
         """The place before a sequence's first page."""
         key = salt.encode()
-        return self._roots.setdefault(key, PrefixCursor(None, key, ()))
+        return self._roots.setdefault(key, PrefixCursor(None, key, b""))
 
     def extend(
         self, cursor: PrefixCursor, tokens: Sequence[int], pages: Sequence[int]
@@ -171,9 +176,18 @@ class PrefixIndex:
         self._roots.clear()
         self._places.clear()
 
-    def _full_pages(self, tokens: Sequence[int]) -> list[Tokens]:
-        size = self.page_size
-        return [tuple(tokens[i : i + size]) for i in range(0, len(tokens) - size + 1, size)]
+    def check_invariants(self) -> None:
+        """Raise AssertionError unless the pages that are kept are known, and no others."""
+        pages = range(1, self._allocator.num_pages + 1)
+        if self._holders.keys() != {page for page in pages if self._allocator.is_published(page)}:
+            raise AssertionError("the index knows other pages than its allocator keeps")
+        for page, place in self._holders.items():
+            if place.page != page or not self._is_known(place):
+                raise AssertionError(f"page {page} is not found where the index has put it")
+
+    def _full_pages(self, tokens: Sequence[int]) -> list[bytes]:
+        data, size = np.asarray(tokens, TOKEN).tobytes(), self.page_size * TOKEN.itemsize
+        return [data[i : i + size] for i in range(0, len(data) - size + 1, size)]
 
     def _is_known(self, place: PrefixCursor) -> bool:
         known = self._roots if place.parent is None else self._places
