@@ -651,8 +651,8 @@ def test_growing_inside_a_page_copies_what_others_got_meanwhile(event: str) -> N
     elif event == "fork of a table":
         others = [pool.fork(table) for table in batch.tables]
     elif event == "publish":
-        for group in range(2):
-            batch.tables[0]._allocators[group].publish(batch.tables[0].pages(group)[-1])
+        for index, group in enumerate(pool._groups):
+            group.prefix.publish(range(SIZE), batch.tables[0].pages(index))
     elif event == "select":
         batch.select([0, 0])
     else:
