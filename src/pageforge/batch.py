@@ -145,19 +145,27 @@ class SequenceBatch:
     def fork(self) -> SequenceBatch:
         """A second batch over the same pages (copy-on-write)."""
         child = SequenceBatch(self.pool, [])
-        child.tables = [self.pool.fork(table) for table in self.tables]
+        # First what may find no memory: nobody would give back the pages of half a fork.
         child._mirrors = [mirror.copy() for mirror in self._mirrors]
+        child.tables = [self.pool.fork(table) for table in self.tables]
         child._behind_from = self._behind_from
         return child
 
     def restore(
         self, contents: Sequence[Tensor], rows: Sequence[Sequence[Sequence[int]]], length: int
     ) -> None:
-        """Take saved pages as the contents of empty rows; see `PagePool.restore`."""
+        """Take saved pages as the contents of empty rows; see `PagePool.restore`.
+
+        Where that raises, the rows are gone.
+        """
         starts = [table.start for table in self.tables]
         self._room = (0, 0)
-        self.tables = self.pool.restore(contents, rows, starts, length)
-        self._update_mirrors(0, pages_for(length, self.pool.geometry.page_size))
+        try:
+            self.tables = self.pool.restore(contents, rows, starts, length)
+            self._update_mirrors(0, pages_for(length, self.pool.geometry.page_size))
+        except BaseException:
+            self.release()
+            raise
 
     def release(self) -> None:
         """Give all pages back; the rows are gone."""

@@ -33,10 +33,14 @@ class MappedAhead:
 
     def take(self, chunk: Chunk) -> bool:
         """Whether `chunk` is mapped; it is in use from now on. Raises DeviceMemoryError."""
-        mapping = self._chunks.pop(chunk, None)
-        if mapping is None:
+        if chunk not in self._chunks:
             return False
-        mapping.result()
+        try:
+            self._chunks[chunk].result()  # an interrupt meanwhile loses nothing
+        except DeviceMemoryError:
+            del self._chunks[chunk]
+            raise
+        del self._chunks[chunk]
         return True
 
     def wait(self) -> None:
@@ -46,11 +50,11 @@ class MappedAhead:
     def drop(self) -> list[Chunk]:
         """The chunks that are mapped and were not taken, for the caller to unmap."""
         mapped = []
-        while self._chunks:
-            chunk, mapping = self._chunks.popitem()
+        for chunk, mapping in self._chunks.items():
             with contextlib.suppress(DeviceMemoryError):
                 mapping.result()
                 mapped.append(chunk)
+        self._chunks.clear()
         return mapped
 
     def close(self) -> None:
