@@ -64,6 +64,10 @@ class Fate:
     """Whether the model was told to fail while it was there."""
 
 
+def is_idle(core: Core) -> bool:
+    return not (core.waiting or core.rows.num_running or core._flights)
+
+
 class Policy(RuleBasedStateMachine):
     """Sequences on a small pool; `self` listens to the core."""
 
@@ -85,6 +89,7 @@ class Policy(RuleBasedStateMachine):
         self.core = self.core_type(*parts, swap_bytes=swap_bytes)
         self.fates: dict[Sequence, Fate] = {}
         self.num_added = 0
+        self.until_interrupt = 0
 
     # The core's listener
 
@@ -96,7 +101,11 @@ class Policy(RuleBasedStateMachine):
 
     def on_token(self, sequence: Sequence, token: int, flight: Flight, place: int) -> None:
         assert flight.at(place) == (sequence, token)
-        self.fates[sequence].seen.append(token)
+        fate = self.fates[sequence]
+        if self.is_interrupted():
+            fate.first_tokens -= not fate.seen  # it is told again
+            raise KeyboardInterrupt
+        fate.seen.append(token)
 
     def on_prompt_logprobs(self, *args: Any) -> None:
         raise AssertionError("nobody asked")
@@ -104,6 +113,8 @@ class Policy(RuleBasedStateMachine):
     def on_finish(self, sequence: Sequence, reason: str, cause: Any) -> None:
         fate = self.fates[sequence]
         assert fate.reason is None
+        if self.is_interrupted():
+            raise KeyboardInterrupt
         fate.reason, fate.cause = reason, cause
         prompt, params = fate.prompt, sequence.params
         whole = completion(
@@ -122,6 +133,10 @@ class Policy(RuleBasedStateMachine):
         elif reason == "error":
             assert fate.may_fail, cause
             assert isinstance(cause, (PlantedFault, PageForgeError))
+
+    def is_interrupted(self) -> bool:
+        self.until_interrupt -= 1
+        return self.until_interrupt == 0
 
     # What may happen
 
@@ -188,13 +203,23 @@ class Policy(RuleBasedStateMachine):
         self.step(1)
 
     @precondition(lambda self: self.live)
+    @rule(after=st.integers(1, 3))
+    def interrupt_the_listener(self, after: int) -> None:
+        self.until_interrupt = after
+        try:
+            self.core.step()
+        except KeyboardInterrupt:
+            self.happened["interrupts"] += 1
+        self.until_interrupt = 0
+
+    @precondition(lambda self: self.live)
     @rule(number=st.integers(0, MOST_SEQUENCES), is_aborted=st.booleans())
     def end_one(self, number: int, is_aborted: bool) -> None:
         """Abort it, or let its next logits make no sense."""
         sequence = self.live[number % len(self.live)]
         if is_aborted:
-            self.core.finish(sequence, "abort")
-            assert self.fates[sequence].reason == "abort"
+            self.core.abort(sequence)
+            assert self.fates[sequence].reason is not None
         else:
             self.fates[sequence].may_fail = True
             self.runner.spoilt.add(sequence)
@@ -275,10 +300,10 @@ class Policy(RuleBasedStateMachine):
             return
         most = 100 + 6 * sum(each.limit for each in self.live)
         for _ in range(most):
-            if self.core.is_idle:
+            if is_idle(self.core):
                 break
             self.step(1)
-        assert self.core.is_idle, f"livelock: {self.core.waiting}, {self.core.rows.sequences}"
+        assert is_idle(self.core), f"livelock: {self.core.waiting}, {self.core.rows.sequences}"
         assert not self.live
         self.happened["preemptions"] += self.core.num_preemptions
         self.happened["swaps"] += self.core.num_swaps
@@ -335,6 +360,7 @@ def test_the_policy_holds(
     monkeypatch.setattr(machine, "happened", Counter())
     run_state_machine_as_test(machine, settings=FEW if FEW.derandomize else settings())
     kinds = ["length", "stop", "abort", "error", "preemptions", "found tokens", "steps"]
+    kinds += ["interrupts"]
     kinds += ["swaps"] if machine.swap_pages else []
     assert all(machine.happened[kind] >= 10 for kind in kinds), machine.happened
 
@@ -363,10 +389,10 @@ class Alone:
 
     def run(self, most: int = 100) -> None:
         for _ in range(most):
-            if self.core.is_idle:
+            if is_idle(self.core):
                 break
             self.core.step()
-        assert self.core.is_idle
+        assert is_idle(self.core)
         assert not self.runner.faults
 
     def on_scheduled(self, sequence: Sequence) -> None:
