@@ -32,7 +32,7 @@ from pageforge.geometry import (
 from pageforge.memory import PageAllocator, PageTable, PrefixIndex
 from pageforge.memory.allocator import Supply
 from pageforge.memory.page_table import PageCopy, append_all, pages_needed
-from pageforge.memory.prefix import PrefixCursor
+from pageforge.memory.prefix import Prefix, PrefixCursor
 from pageforge.ops.launch import stream_handle
 from pageforge.probe import geometry_of
 from pageforge.store import (
@@ -99,20 +99,6 @@ class PoolStats:
     bytes_in_use: int
     bytes_mapped: int
     groups: tuple[GroupStats, ...]
-
-
-@dataclass(frozen=True)
-class Prefix:
-    """Known pages that hold the first `num_tokens` tokens of a sequence, in every layer group.
-
-    `num_used`: how many of its pages others hold now; the rest are cached ones, which count as
-    available until they are shared.
-    """
-
-    num_tokens: int
-    pages: tuple[list[int], ...]
-    num_used: int
-    cursors: list[PrefixCursor]
 
 
 class _Group:

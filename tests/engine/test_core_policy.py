@@ -449,6 +449,45 @@ def test_a_prompt_in_two_steps_that_wants_no_tokens_ends_with_the_second() -> No
     assert alone.ended == {0: ("length", [0] * 70)}
 
 
+def test_a_prompt_is_looked_for_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    alone = Alone(max_pages=16)
+    asked = [[number, 1, 2, 3, 4, 0] for number in range(3)]
+    looked_for: list[Any] = []
+    match_prefix = alone.pool.match_prefix
+    monkeypatch.setattr(
+        alone.pool, "match_prefix", lambda *args: looked_for.append(args) or match_prefix(*args)
+    )
+    for _ in range(2):
+        looked_for.clear()
+        for rank, prompt in enumerate(asked):
+            alone.add(prompt, 3, rank=rank)
+        alone.core.step()
+        assert len(looked_for) == len(asked)
+        alone.run()
+        for rank, prompt in enumerate(asked):
+            assert alone.ended.pop(rank) == ("length", completion(prompt, 3))
+
+
+def test_swapping_in_takes_no_page_that_another_one_begins_with() -> None:
+    """Both begin in one step; the pages that the second finds are the first ones to be evicted."""
+    alone = Alone(max_pages=9, swap_bytes=8 * BYTES_PER_PAGE)
+    stem = [0, 1, 2, 3] * 3
+    alone.add(stem, 1, rank=0)
+    alone.run()
+    (swapped,) = alone.add([4, 4, 4, 4] * 3 + [2], 3, rank=1)
+    alone.core.step()
+    alone.core.settle()
+    alone.core.preempt(swapped)
+    assert swapped.swapped is not None
+    (other,) = alone.add([*stem, 1], 3, rank=2)
+    alone.core.step()
+    assert swapped.row >= 0 and other.row >= 0
+    assert other.num_cached == len(stem)
+    alone.run()
+    assert alone.ended[1] == ("length", completion([4, 4, 4, 4] * 3 + [2], 3))
+    assert alone.ended[2] == ("length", completion([*stem, 1], 3))
+
+
 def test_a_full_device_keeps_swapped_pages_waiting_while_others_run() -> None:
     alone = Alone(max_pages=8, swap_bytes=8 * BYTES_PER_PAGE)
     (first,), (second,) = alone.add([1, 2, 3], 5, rank=0), alone.add([3, 2, 1], 5, rank=1)

@@ -31,6 +31,7 @@ from pageforge.errors import OutOfPages, PageForgeError
 from pageforge.geometry import pages_for
 from pageforge.graphs import bucket
 from pageforge.memory import PageTable
+from pageforge.memory.prefix import Prefix
 from pageforge.pool import PagePool
 
 logger = logging.get_logger(__name__)
@@ -227,7 +228,8 @@ class Core:
 
     def _admit_all(self, admitted: list[Admission], counts: npt.NDArray[np.int32]) -> None:
         """Admit sequences; set their `counts`. Raises OutOfPages where nobody else runs."""
-        for admission in admitted:
+        # Swapped ones last: they claim pages, for which known ones may go that others begin with.
+        for admission in sorted(admitted, key=lambda each: each.sequence.swapped is not None):
             try:
                 counts[admission.row] = self._admit(admission)
             except OutOfPages:  # the device has no memory for swapped pages: it waits on
@@ -249,20 +251,19 @@ class Core:
             # Its last page is its own, so it may as well fill it.
             self.pool.append([sequence.table], -sequence.num_computed % size)
         elif sequence.table is None:
-            self._begin(sequence)
+            self._begin(sequence, admission.prefix)
         self.waiting.remove(sequence)
         self.rows.put(sequence, row, sequence.pages.length)
         self._describe(sequence)
         self._set_pages(sequence, 0)
         self._listener.on_scheduled(sequence)
-        return min(sequence.goal - sequence.num_computed, admission.num_tokens)
+        return admission.num_tokens
 
-    def _begin(self, sequence: Sequence) -> None:
-        """Give it a page table, over known pages if it shares those of others."""
-        if not sequence.shares:
+    def _begin(self, sequence: Sequence, prefix: Prefix | None) -> None:
+        """Give it a page table, over the known pages of others if it shares them."""
+        if prefix is None:
             sequence.table = self.pool.new_table()
             return
-        prefix = self.pool.match_prefix(sequence.findable)
         sequence.table, sequence.cursors = self.pool.adopt_prefix(prefix), prefix.cursors
         sequence.num_computed = prefix.num_tokens
         if not sequence.num_preemptions:
@@ -648,9 +649,8 @@ class _PoolPages:
     def available(self) -> int:
         return self._pool.num_available
 
-    def match(self, sequence: Sequence) -> tuple[int, int]:
-        prefix = self._pool.match_prefix(sequence.findable)
-        return prefix.num_tokens, prefix.num_used
+    def match(self, sequence: Sequence) -> Prefix:
+        return self._pool.match_prefix(sequence.findable)
 
     def reclaimable(self, table: PageTable) -> int:
         return self._pool.num_reclaimable(table)

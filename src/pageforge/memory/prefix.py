@@ -32,6 +32,20 @@ class PrefixCursor(NamedTuple):
     parent: int  # serial of the page before, or of the salt
 
 
+@dataclass(frozen=True)
+class Prefix:
+    """Known pages that hold the first `num_tokens` tokens of a sequence, in every layer group.
+
+    `num_used`: how many of its pages others hold now; the rest are cached ones, which count as
+    available until they are shared.
+    """
+
+    num_tokens: int
+    pages: tuple[list[int], ...]
+    num_used: int
+    cursors: list[PrefixCursor]
+
+
 def chained_hash(parent: bytes, tokens: Tokens) -> bytes:
     """Hash of a page's tokens and of all before it.
 
