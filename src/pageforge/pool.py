@@ -100,6 +100,13 @@ class PoolStats:
     bytes_mapped: int
     groups: tuple[GroupStats, ...]
 
+    def __repr__(self) -> str:
+        return (
+            f"PoolStats(pages={self.pages_used} used + {self.pages_cached} cached of "
+            f"{self.pages_total}, bytes={self.bytes_in_use:,} in use, {self.bytes_mapped:,} mapped "
+            f"of {self.bytes_total:,})"
+        )
+
 
 class _Group:
     """One layer group of a pool: its policy, its store, and the views that ops work on."""
