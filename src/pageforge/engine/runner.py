@@ -313,6 +313,10 @@ class Runner:
     def _uses_graphs(self) -> bool:
         return self._device.type == "cuda"
 
+    def _may_capture(self, shape: StepShape) -> bool:
+        """Whether it is a padded size; where all logits of a prompt are asked for it is none."""
+        return self._uses_graphs and (shape.decodes or shape.logits == shape.rows)
+
     def _load(
         self, shape: StepShape, arrays: list[npt.NDArray[Any]]
     ) -> tuple[PackedInputs, Tensor]:
@@ -324,9 +328,9 @@ class Runner:
             flat[start : start + size] = array.view(np.uint8)
             start += size
         self._buffer[:start].copy_(host[:start], non_blocking=True)
+        if not self._may_capture(shape):  # it hardly ever comes again
+            return self._views(shape)
         if shape not in self._inputs:
-            if not self._uses_graphs:
-                self._inputs.clear()  # shapes hardly ever come again
             self._inputs[shape] = self._views(shape)
         return self._inputs[shape]
 
@@ -429,7 +433,7 @@ class Runner:
         self, shape: StepShape, inputs: PackedInputs, forward: Callable[[], Tensor]
     ) -> CapturedStep | None:
         """The captured step of this shape, captured now if it is worth while."""
-        if not self._uses_graphs or (not shape.decodes and shape.logits != shape.rows):
+        if not self._may_capture(shape):
             return None
         graph = self._graphs.get(shape)
         if graph is None:
