@@ -18,7 +18,6 @@ import torch
 from rich.console import Console
 from rich.progress import Progress
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
-from transformers.utils import logging
 
 from pageforge.engine.core import Core
 from pageforge.engine.draw import completion_seed
@@ -30,13 +29,10 @@ from pageforge.engine.runner import Runner, check_model, longest_sequence
 from pageforge.engine.sampler import Sampler
 from pageforge.engine.scheduler import Limits, least_pages
 from pageforge.engine.sequence import Sequence
-from pageforge.engine.text import Detokenizer
 from pageforge.errors import OutOfPages, PageForgeError, RequestError, expected
 from pageforge.hf.switch import pageforge_attention_on
 from pageforge.pool import PagePool, PoolStats
 from pageforge.store import free_bytes, parse_memory
-
-logger = logging.get_logger(__name__)
 
 MAX_RUNNING = 256
 
@@ -124,10 +120,9 @@ class Engine:
         then.
         """
         check_model(model)
-        for name, value in (("max_running", max_running), ("max_batch_tokens", max_batch_tokens)):
-            is_count = isinstance(value, int) and not isinstance(value, bool) and value >= 1
-            if not is_count and not (name == "max_batch_tokens" and value is None):
-                raise RequestError(expected(name, "an int of at least 1", value, "raise it"))
+        _check_count("max_running", max_running)
+        if max_batch_tokens is not None:
+            _check_count("max_batch_tokens", max_batch_tokens)
         if seed is not None and not (isinstance(seed, int) and seed >= 0):
             fix = "None lets the engine choose"
             raise RequestError(expected("seed", "an int from 0", repr(seed), fix))
@@ -142,7 +137,6 @@ class Engine:
         self._owner = 0  # the thread that holds the lock
         self._abandoned: deque[Request] = deque()
         self._live = LiveRequests()
-        self._restore = contextlib.ExitStack()
         device = model.device.type
         tokens = max_batch_tokens or BATCH_TOKENS.get(device, BATCH_TOKENS["cpu"])
         with contextlib.ExitStack() as undo:
@@ -434,10 +428,8 @@ class Engine:
             raise OutOfPages(
                 needed, self._most_pages, "lower max_tokens, or make the pool larger (max_memory)"
             )
-        decode = None if self._tokenizer is None else self._decode
-        make = None if self._tokenizer is None else (lambda: self._new_detokenizer(params))
         return Request(
-            text, ids, params, priority, make, decode, is_awaited=is_awaited, streams=streams
+            text, ids, params, priority, self._tokenizer, is_awaited=is_awaited, streams=streams
         )
 
     def _tokenized(self, prompt: Prompt) -> tuple[str | None, list[int]]:
@@ -463,17 +455,6 @@ class Engine:
                 )
             )
         return text, ids
-
-    def _decode(self, token_ids: list[int]) -> str:
-        assert self._tokenizer is not None
-        text: str = self._tokenizer.decode(
-            token_ids, skip_special_tokens=True, clean_up_tokenization_spaces=False
-        )
-        return text
-
-    def _new_detokenizer(self, params: SamplingParams) -> Detokenizer:
-        assert self._tokenizer is not None
-        return Detokenizer(self._tokenizer, stop=tuple(params.stop))
 
     def _submit(self, request: Request, request_id: str | None = None) -> None:
         """Hand a request to the core. Raises RequestError for an id that cannot be."""
@@ -651,6 +632,11 @@ def _served(model: PreTrainedModel) -> Iterator[None]:
             delattr(model, SERVED)
             for module in training:
                 module.training = True
+
+
+def _check_count(name: str, value: object) -> None:
+    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+        raise RequestError(expected(name, "an int of at least 1", repr(value), "raise it"))
 
 
 def _listed(prompts: Prompt | SequenceOf[Prompt]) -> list[Prompt]:

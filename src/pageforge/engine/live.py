@@ -8,8 +8,8 @@ import numpy as np
 
 from pageforge.engine.core import End, Flight
 from pageforge.engine.logprobs import Logprobs
-from pageforge.engine.outputs import FinishReason, RequestOutput
-from pageforge.engine.request import Request, token_logprobs_of
+from pageforge.engine.outputs import FinishReason, Logprob, RequestOutput, TokenLogprobs
+from pageforge.engine.request import Request
 from pageforge.engine.sequence import Sequence
 
 
@@ -39,7 +39,7 @@ class LiveRequests:
         if request.params.logprobs is not None:
             index = int(np.searchsorted(sampled.logprob_indices, place))
             assert flight.logprobs is not None
-            logprobs = token_logprobs_of(flight.logprobs, index, token, request.params.logprobs)
+            logprobs = _logprobs_of(flight.logprobs, index, token, request.params.logprobs)
         try:
             stop = request.take(sequence, token, logprobs)
         except Exception as error:  # a tokenizer that cannot decode fails its request alone
@@ -54,7 +54,7 @@ class LiveRequests:
         tokens, k = request.prompt_ids[first : first + len(logprobs.chosen)], request.prompt_k
         request.take_prompt_logprobs(
             first,
-            [token_logprobs_of(logprobs, place, token, k) for place, token in enumerate(tokens)],
+            [_logprobs_of(logprobs, place, token, k) for place, token in enumerate(tokens)],
         )
 
     def on_finish(self, sequence: Sequence, reason: FinishReason, cause: Any) -> None:
@@ -67,3 +67,10 @@ class LiveRequests:
             self.num_finished += 1
             if not request.is_awaited:
                 self.finished.append(request.output)
+
+
+def _logprobs_of(logprobs: Logprobs, place: int, token: int, k: int) -> TokenLogprobs:
+    """Those of the token at `place`, with the `k` likeliest there."""
+    ids, values = logprobs.top_ids[place, :k].tolist(), logprobs.top[place, :k].tolist()
+    top = tuple(map(Logprob, ids, values))
+    return TokenLogprobs(Logprob(token, float(logprobs.chosen[place])), top)

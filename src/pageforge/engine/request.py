@@ -4,14 +4,11 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable
 from typing import Any
 
-from pageforge.engine.logprobs import Logprobs
 from pageforge.engine.outputs import (
     Completion,
     FinishReason,
-    Logprob,
     RequestOutput,
     StreamChunk,
     Timings,
@@ -19,7 +16,7 @@ from pageforge.engine.outputs import (
 )
 from pageforge.engine.params import SamplingParams
 from pageforge.engine.sequence import Sequence
-from pageforge.engine.text import Detokenizer
+from pageforge.engine.text import Detokenizer, Tokenizer
 
 
 class _Branch:
@@ -49,8 +46,7 @@ class Request:
         prompt_ids: list[int],
         params: SamplingParams,
         priority: int,
-        make_detokenizer: Callable[[], Detokenizer] | None,
-        decode: Callable[[list[int]], str] | None,
+        tokenizer: Tokenizer | None,
         *,
         is_awaited: bool,
         streams: bool,
@@ -63,8 +59,7 @@ class Request:
         self.streams = streams
         self.chunks: deque[StreamChunk] = deque()
         self.output: RequestOutput | None = None
-        self._make_detokenizer = make_detokenizer
-        self._decode = decode
+        self._tokenizer = tokenizer
         self._branches: list[_Branch] = []
         self._prompt_logprobs: list[TokenLogprobs | None] = [None]
         self._submitted = time.monotonic()
@@ -91,10 +86,7 @@ class Request:
         """It gets an id, and its completions; the clock of `timings` begins."""
         self.id = request_id
         self._submitted = time.monotonic()
-        make = self._make_detokenizer if self.streams or self.params.stop else None
-        self._branches = [
-            _Branch(sequence, None if make is None else make()) for sequence in sequences
-        ]
+        self._branches = [_Branch(sequence, self._new_detokenizer()) for sequence in sequences]
 
     def __repr__(self) -> str:
         return f"request {self.id}"
@@ -147,8 +139,10 @@ class Request:
                     reason, stop = "stop", branch.detokenizer.stopped
                 # Without those that a stop string cut off, and one that could not be decoded.
                 token_ids = token_ids[: branch.detokenizer.num_tokens]
-            elif self._decode is not None:
-                text = self._decode(token_ids)
+            elif self._tokenizer is not None:
+                text = self._tokenizer.decode(
+                    token_ids, skip_special_tokens=True, clean_up_tokenization_spaces=False
+                )
         except Exception as failure:  # a tokenizer that cannot decode fails its request alone
             reason, error, stop, text = "error", failure, None, None
         wants = self.params.logprobs is not None
@@ -168,6 +162,12 @@ class Request:
             self.output = self._make_output(done)
 
     # --- inside -----------------------------------------------------------------------------
+
+    def _new_detokenizer(self) -> Detokenizer | None:
+        """None where the text is not needed before the end."""
+        if self._tokenizer is None or not (self.streams or self.params.stop):
+            return None
+        return Detokenizer(self._tokenizer, stop=tuple(self.params.stop))
 
     def _branch(self, sequence: Sequence) -> _Branch:
         return next(each for each in self._branches if each.sequence is sequence)
@@ -209,10 +209,3 @@ class Request:
 
 def _since(begin: float, end: float | None) -> float | None:
     return None if end is None else end - begin
-
-
-def token_logprobs_of(logprobs: Logprobs, place: int, token: int, k: int) -> TokenLogprobs:
-    """One token's, off the device."""
-    ids, values = logprobs.top_ids[place, :k].tolist(), logprobs.top[place, :k].tolist()
-    top = tuple(map(Logprob, ids, values))
-    return TokenLogprobs(Logprob(token, float(logprobs.chosen[place])), top)
