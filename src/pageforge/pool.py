@@ -32,7 +32,7 @@ from pageforge.geometry import (
 from pageforge.memory import PageAllocator, PageTable, PrefixIndex
 from pageforge.memory.allocator import Supply
 from pageforge.memory.page_table import PageCopy, append_all, pages_needed
-from pageforge.memory.prefix import PrefixCursor, longest_hit
+from pageforge.memory.prefix import Prefix, PrefixCursor, longest_hit
 from pageforge.ops.launch import stream_handle
 from pageforge.probe import geometry_of
 from pageforge.store import (
@@ -101,20 +101,12 @@ class PoolStats:
     bytes_mapped: int
     groups: tuple[GroupStats, ...]
 
-
-@dataclass(frozen=True)
-class Prefix:
-    """Known pages that hold the first `num_tokens` tokens of a sequence, in every layer group.
-
-    `pages`: of each group those that the next token sees, and before a window some more to roll
-    back to. `num_used`: how many pages of the prefix every group has for nothing: others hold them
-    now, or they left the window; cached ones count as available until they are shared.
-    """
-
-    num_tokens: int
-    pages: tuple[list[int], ...]
-    num_used: int
-    cursors: list[PrefixCursor]
+    def __repr__(self) -> str:
+        return (
+            f"PoolStats(pages={self.pages_used} used + {self.pages_cached} cached of "
+            f"{self.pages_total}, bytes={self.bytes_in_use:,} in use, {self.bytes_mapped:,} mapped "
+            f"of {self.bytes_total:,})"
+        )
 
 
 class _Group:

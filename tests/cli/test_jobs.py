@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import json
 import random
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -146,6 +147,7 @@ def test_a_line_holds_the_prompt_as_it_was_given_and_the_error(tmp_path: Path) -
         file.write(result_of(jobs[1], ValueError("no")))
         file.write(Result(jobs[2], None, OutOfPages(3, 2, "a hint")))
     assert first["id"] == "1"
+    assert (first["options"]["temperature"], first["options"]["seed"]) == (0.5, 3)
     assert first["prompt"] == "text"
     assert first["error"] is None
     assert first["outputs"][0]["text"] == "text\u2028 of\nit"
@@ -206,6 +208,70 @@ def test_another_prompt_under_an_id_is_refused_by_name(
         missing(path, jobs)
     assert path.read_bytes() == content
     assert [each.name for each in tmp_path.iterdir()] == ["out.jsonl"]
+
+
+@pytest.mark.parametrize(
+    ("before", "now", "message"),
+    [
+        ({"temperature": 0.5}, {"temperature": 0.8}, "temperature 0.8, got temperature 0.5"),
+        ({"seed": 3}, {"seed": 4}, "seed 4, got seed 3"),
+        (
+            {"stop": "a", "n": 2},
+            {"stop": ["a", "b"]},
+            "n 1, stop ['a', 'b'], got n 2, stop ['a']",
+        ),
+        ({"logit_bias": {"5": 1}}, {}, "logit_bias None, got logit_bias [[5, 1.0]]"),
+        (
+            {"temperature": 0},
+            {"seed": 4},
+            "seed 4, temperature 0.5, got seed None, temperature 0.0",
+        ),
+    ],
+)
+def test_results_of_other_options_are_refused_by_name(
+    tmp_path: Path, before: dict, now: dict, message: str
+) -> None:
+    """Be they the command's or the line's own."""
+    path, out = tmp_path / "prompts.jsonl", tmp_path / "out.jsonl"
+
+    def jobs(options: dict) -> list[Job]:
+        lines = [{"prompt": "same", "id": "x"}, {"prompt": [1, 2], "id": "y", **options}]
+        path.write_text("\n".join(map(json.dumps, lines)))
+        return read_jobs(path, PARAMS)
+
+    with ResultsFile(out) as file:
+        for job in jobs(before):
+            file.write(result_of(job))
+    content = out.read_bytes()
+    with pytest.raises(JobError) as refused:
+        missing(out, jobs(now))
+    assert f"out.jsonl, line 2: the result of 'y': expected {message}; " in str(refused.value)
+    assert out.read_bytes() == content
+    assert missing(out, jobs(before)) == []
+
+
+def test_options_that_are_none_of_the_params_count_as_well(tmp_path: Path) -> None:
+    out = tmp_path / "out.jsonl"
+    with ResultsFile(out) as file:
+        file.write(result_of(make_job(1, "a", PARAMS, others={"model": "one", "raw": False})))
+    with pytest.raises(JobError, match="'1': expected model two, got model one; give the options"):
+        missing(out, [make_job(1, "a", PARAMS, others={"model": "two", "raw": False})])
+
+
+def test_options_of_other_jobs_and_of_failed_ones_do_not_matter(tmp_path: Path) -> None:
+    jobs, out = jobs_of("a", "b"), tmp_path / "out.jsonl"
+    with ResultsFile(out) as file:
+        file.write(result_of(jobs[0]))
+        file.write(result_of(jobs[1], ValueError("no")))
+    hotter = [make_job(number, "b", replace(PARAMS, temperature=2.0)) for number in (2, 3)]
+    assert missing(out, hotter) == hotter
+
+
+def test_who_draws_nothing_may_move_and_have_another_seed(tmp_path: Path) -> None:
+    greedy, out = replace(PARAMS, temperature=0.0), tmp_path / "out.jsonl"
+    with ResultsFile(out) as file:
+        file.write(result_of(make_job(1, "a", greedy, job_id="x")))
+    assert missing(out, [make_job(7, "a", replace(greedy, seed=99), job_id="x")]) == []
 
 
 @pytest.mark.parametrize("line", [b"x\n", b"[]\n", b'{"id": "1"}\n', b"\n", b"\xff\n"])

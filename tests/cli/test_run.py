@@ -338,6 +338,32 @@ def test_another_prompt_under_an_id_is_refused(invoke, tiny: str, tmp_path: Path
     assert "the prompt of '2' was another one" in said(done.stderr)
 
 
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        (["-n", "3"], "expected max_tokens 3, got max_tokens 2"),
+        (["-t", "0.5"], "expected seed 0, temperature 0.5, got seed None, temperature 0.0"),
+        (["--raw"], "expected raw True, got raw False"),
+    ],
+)
+def test_going_on_with_other_options_is_refused(
+    invoke, tiny: str, tmp_path: Path, changed: list[str], message: str
+) -> None:
+    path, out = tmp_path / "prompts.txt", tmp_path / "out.jsonl"
+    path.write_text("one\ntwo\n")
+    arguments = ("run", "--file", path, "-m", tiny, "-n", "2", "--out", out)
+    assert invoke(*arguments).exit_code == 0
+    path.write_text("one\ntwo\nthree\n")
+    before = out.read_bytes()
+    done = invoke(*arguments, "--resume", *changed)
+    assert done.exit_code == 1
+    assert f"line 1: the result of '1': {message}; give the options again" in said(done.stderr)
+    assert out.read_bytes() == before
+    # What changes no answer may change.
+    assert invoke(*arguments, "--resume", "--max-running", "1").exit_code == 0
+    assert len(by_id(out)) == 3
+
+
 def test_a_tokenizer_that_cannot_decode(invoke, tiny: str, monkeypatch) -> None:
     def push(*args):
         raise RuntimeError("no such piece")

@@ -66,6 +66,10 @@ class Fate:
     """Whether the model was told to fail while it was there."""
 
 
+def is_idle(core: Core) -> bool:
+    return not (core.waiting or core.rows.num_running or core._flights)
+
+
 class Policy(RuleBasedStateMachine):
     """Sequences on a small pool; `self` listens to the core."""
 
@@ -87,6 +91,7 @@ class Policy(RuleBasedStateMachine):
         self.core = self.core_type(*parts, swap_bytes=swap_bytes)
         self.fates: dict[Sequence, Fate] = {}
         self.num_added = 0
+        self.until_interrupt = 0
 
     # The core's listener
 
@@ -98,7 +103,11 @@ class Policy(RuleBasedStateMachine):
 
     def on_token(self, sequence: Sequence, token: int, flight: Flight, place: int) -> None:
         assert flight.at(place) == (sequence, token)
-        self.fates[sequence].seen.append(token)
+        fate = self.fates[sequence]
+        if self.is_interrupted():
+            fate.first_tokens -= not fate.seen  # it is told again
+            raise KeyboardInterrupt
+        fate.seen.append(token)
 
     def on_prompt_logprobs(self, *args: Any) -> None:
         raise AssertionError("nobody asked")
@@ -106,6 +115,8 @@ class Policy(RuleBasedStateMachine):
     def on_finish(self, sequence: Sequence, reason: str, cause: Any) -> None:
         fate = self.fates[sequence]
         assert fate.reason is None
+        if self.is_interrupted():
+            raise KeyboardInterrupt
         fate.reason, fate.cause = reason, cause
         prompt, params = fate.prompt, sequence.params
         whole = completion(
@@ -124,6 +135,10 @@ class Policy(RuleBasedStateMachine):
         elif reason == "error":
             assert fate.may_fail, cause
             assert isinstance(cause, (PlantedFault, PageForgeError))
+
+    def is_interrupted(self) -> bool:
+        self.until_interrupt -= 1
+        return self.until_interrupt == 0
 
     # What may happen
 
@@ -190,13 +205,23 @@ class Policy(RuleBasedStateMachine):
         self.step(1)
 
     @precondition(lambda self: self.live)
+    @rule(after=st.integers(1, 3))
+    def interrupt_the_listener(self, after: int) -> None:
+        self.until_interrupt = after
+        try:
+            self.core.step()
+        except KeyboardInterrupt:
+            self.happened["interrupts"] += 1
+        self.until_interrupt = 0
+
+    @precondition(lambda self: self.live)
     @rule(number=st.integers(0, MOST_SEQUENCES), is_aborted=st.booleans())
     def end_one(self, number: int, is_aborted: bool) -> None:
         """Abort it, or let its next logits make no sense."""
         sequence = self.live[number % len(self.live)]
         if is_aborted:
-            self.core.finish(sequence, "abort")
-            assert self.fates[sequence].reason == "abort"
+            self.core.abort(sequence)
+            assert self.fates[sequence].reason is not None
         else:
             self.fates[sequence].may_fail = True
             self.runner.spoilt.add(sequence)
@@ -277,10 +302,10 @@ class Policy(RuleBasedStateMachine):
             return
         most = 100 + 6 * sum(each.limit for each in self.live)
         for _ in range(most):
-            if self.core.is_idle:
+            if is_idle(self.core):
                 break
             self.step(1)
-        assert self.core.is_idle, f"livelock: {self.core.waiting}, {self.core.rows.sequences}"
+        assert is_idle(self.core), f"livelock: {self.core.waiting}, {self.core.rows.sequences}"
         assert not self.live
         self.happened["preemptions"] += self.core.num_preemptions
         self.happened["swaps"] += self.core.num_swaps
@@ -337,6 +362,7 @@ def test_the_policy_holds(
     monkeypatch.setattr(machine, "happened", Counter())
     run_state_machine_as_test(machine, settings=FEW if FEW.derandomize else settings())
     kinds = ["length", "stop", "abort", "error", "preemptions", "found tokens", "steps"]
+    kinds += ["interrupts"]
     kinds += ["swaps"] if machine.swap_pages else []
     assert all(machine.happened[kind] >= 10 for kind in kinds), machine.happened
 
@@ -365,10 +391,10 @@ class Alone:
 
     def run(self, most: int = 100) -> None:
         for _ in range(most):
-            if self.core.is_idle:
+            if is_idle(self.core):
                 break
             self.core.step()
-        assert self.core.is_idle
+        assert is_idle(self.core)
         assert not self.runner.faults
 
     def on_scheduled(self, sequence: Sequence) -> None:
@@ -441,6 +467,45 @@ def test_a_prompt_in_two_steps_that_wants_no_tokens_ends_with_the_second() -> No
     assert not alone.ended
     alone.core.step()
     assert alone.ended == {0: ("length", [0] * 70)}
+
+
+def test_a_prompt_is_looked_for_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    alone = Alone(max_pages=16)
+    asked = [[number, 1, 2, 3, 4, 0] for number in range(3)]
+    looked_for: list[Any] = []
+    match_prefix = alone.pool.match_prefix
+    monkeypatch.setattr(
+        alone.pool, "match_prefix", lambda *args: looked_for.append(args) or match_prefix(*args)
+    )
+    for _ in range(2):
+        looked_for.clear()
+        for rank, prompt in enumerate(asked):
+            alone.add(prompt, 3, rank=rank)
+        alone.core.step()
+        assert len(looked_for) == len(asked)
+        alone.run()
+        for rank, prompt in enumerate(asked):
+            assert alone.ended.pop(rank) == ("length", completion(prompt, 3))
+
+
+def test_swapping_in_takes_no_page_that_another_one_begins_with() -> None:
+    """Both begin in one step; the pages that the second finds are the first ones to be evicted."""
+    alone = Alone(max_pages=9, swap_bytes=8 * BYTES_PER_PAGE)
+    stem = [0, 1, 2, 3] * 3
+    alone.add(stem, 1, rank=0)
+    alone.run()
+    (swapped,) = alone.add([4, 4, 4, 4] * 3 + [2], 3, rank=1)
+    alone.core.step()
+    alone.core.settle()
+    alone.core.preempt(swapped)
+    assert swapped.swapped is not None
+    (other,) = alone.add([*stem, 1], 3, rank=2)
+    alone.core.step()
+    assert swapped.row >= 0 and other.row >= 0
+    assert other.num_cached == len(stem)
+    alone.run()
+    assert alone.ended[1] == ("length", completion([4, 4, 4, 4] * 3 + [2], 3))
+    assert alone.ended[2] == ("length", completion([*stem, 1], 3))
 
 
 def test_a_full_device_keeps_swapped_pages_waiting_while_others_run() -> None:

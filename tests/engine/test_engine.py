@@ -356,3 +356,28 @@ def test_pages_of_a_prompt_are_found_while_it_is_computed() -> None:
         other = next(output for name, output in found.items() if name != first)
         assert other.num_cached_tokens >= 16
         assert list(other.token_ids) == list(found[first].token_ids)
+
+
+def test_what_a_repr_says() -> None:
+    with engine_on("llama") as engine:
+        assert repr(engine) == "Engine(LlamaForCausalLM, 0 running, 0 waiting)"
+        for prompt in prompts(2):
+            engine.add_request(prompt, greedy(3))
+        assert repr(engine) == "Engine(LlamaForCausalLM, 0 running, 2 waiting)"
+        engine.step()
+        assert repr(engine) == "Engine(LlamaForCausalLM, 2 running, 0 waiting)"
+        run_all(engine)
+        engine.sleep()
+        assert repr(engine) == "Engine(LlamaForCausalLM, asleep, 0 running, 0 waiting)"
+        engine.wake()
+    assert repr(engine) == "Engine(LlamaForCausalLM, closed)"
+
+
+def test_what_users_may_call() -> None:
+    """And nothing that the core calls."""
+    names = {name for name in vars(Engine) if not name.startswith("_")}
+    assert names == {
+        *("generate", "stream", "stream_async", "generate_async"),
+        *("add_request", "step", "abort", "has_unfinished"),
+        *("stats", "drop_prefix_cache", "trim", "sleep", "wake", "weights_changed", "close"),
+    }

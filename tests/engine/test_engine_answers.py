@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import pytest
 import torch
@@ -21,7 +22,9 @@ from tests.engine.served import (
 )
 from tests.hf.tiny_models import tiny
 
-from pageforge.engine import RequestOutput, SamplingParams, StreamChunk
+from pageforge import PageForgeError
+from pageforge.engine import Engine, RequestOutput, SamplingParams, StreamChunk
+from pageforge.errors import RequestError
 
 
 def greedy(**options: object) -> SamplingParams:
@@ -182,6 +185,148 @@ def test_leaving_a_stream_aborts_its_request() -> None:
             assert chunk.text is None
             break
         assert not engine.has_unfinished
+        assert engine.step() == []
+
+
+def tokens_of(chunks: Iterable[StreamChunk]) -> list[int]:
+    return [token for chunk in chunks for token in chunk.token_ids]
+
+
+@pytest.mark.parametrize("how", ["kept", "dropped", "closed"])
+def test_a_stream_that_nobody_reads_does_not_begin(how: str) -> None:
+    asked = prompts(2, seed=5)
+    with engine_on("llama") as engine:
+        chunks = engine.stream(asked[0], greedy())
+        assert not engine.has_unfinished
+        engine.add_request(asked[1], greedy(), request_id="0")  # an id that a stream might have had
+        if how == "dropped":
+            del chunks
+        elif how == "closed":
+            chunks.close()
+            assert list(chunks) == []
+        assert run_all(engine).keys() == {"0"}
+        assert engine.stats().num_finished == 1
+        if how == "kept":
+            engine.add_request(asked[1], greedy(), request_id="3")
+            check("llama", asked[0], 8, tokens_of(chunks))
+            assert run_all(engine).keys() == {"3"}
+
+
+def test_a_stream_refuses_at_the_call_what_cannot_be_right() -> None:
+    with engine_on("llama") as engine:
+        for wrong in ({"prompt": []}, {"params": 5}, {"priority": 0.5}):
+            with pytest.raises(RequestError):
+                engine.stream(**{"prompt": [5, 6], **wrong})
+        chunks = engine.stream([5, 6], greedy())
+        engine.sleep()
+        with pytest.raises(PageForgeError, match="wake"):
+            engine.stream([5, 6], greedy())
+        with pytest.raises(PageForgeError, match="wake"):
+            next(chunks)
+        engine.wake()
+
+
+@pytest.mark.usefixtures("ahead")
+def test_steps_return_what_was_added_and_no_streams() -> None:
+    asked = prompts(2, seed=5)
+    with engine_on("llama") as engine:
+        chunks = engine.stream(asked[0], greedy(max_tokens=5))
+        first = next(chunks)
+        engine.add_request(asked[1], greedy(), request_id="added")
+        assert run_all(engine).keys() == {"added"}
+        check("llama", asked[0], 5, tokens_of([first, *chunks]))
+
+
+@pytest.mark.usefixtures("ahead")
+def test_a_stream_that_is_garbage_collected_in_a_step_is_aborted_after_it() -> None:
+    asked = prompts(2, seed=5)
+    with engine_on("llama") as engine:
+        circle = [engine.stream(asked[0], greedy(max_tokens=100))]
+        next(circle[0])
+        circle.append(circle)  # only the garbage collector finds it
+        del circle
+
+        def collect(tokens: list[int], logits: torch.Tensor) -> torch.Tensor:
+            if not tokens:
+                gc.collect()
+            return logits
+
+        engine.add_request(asked[1], greedy(logits_processors=[collect]), request_id="added")
+        outputs = engine.step()
+        assert engine.stats().num_running == 1
+        while engine.has_unfinished:
+            outputs += engine.step()
+        assert [output.request_id for output in outputs] == ["added"]
+        check("llama", asked[1], 8, outputs[0].token_ids)
+
+
+class Slow:
+    """A model whose steps take until they are let go, within a `with`."""
+
+    def __init__(self, engine: Engine):
+        self.begun, self.go = threading.Event(), threading.Event()
+        layer = engine._model.get_decoder().layers[0]
+        self.remove = layer.register_forward_pre_hook(self.wait).remove
+
+    def __enter__(self) -> Slow:
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self.remove()
+
+    def wait(self, *arguments: object) -> None:
+        self.begun.set()
+        assert self.go.wait(timeout=20), "the event loop waits for the step"
+
+    async def until_it_has_begun(self) -> None:
+        while not self.begun.is_set():
+            await asyncio.sleep(0.001)
+
+
+@pytest.mark.parametrize("streams", [False, True])
+def test_cancelling_does_not_wait_for_the_step(streams: bool) -> None:
+    asked = prompts(4, seed=6)
+    with engine_on("llama") as engine, Slow(engine) as slow:
+
+        async def answered(prompt: Prompt, count: int) -> list[int]:
+            if streams:
+                chunks = engine.stream_async(prompt, greedy(max_tokens=count))
+                return tokens_of([chunk async for chunk in chunks])
+            return (await engine.generate_async(prompt, greedy(max_tokens=count))).token_ids
+
+        async def all_of_it() -> list[list[int]]:
+            first = asyncio.create_task(answered(asked[0], 100))
+            others = [asyncio.create_task(answered(asked[1], 8))]
+            await slow.until_it_has_begun()
+            # These two cannot be submitted before the step is over.
+            others.append(asyncio.create_task(answered(asked[2], 8)))
+            late = asyncio.create_task(answered(asked[3], 100))
+            await asyncio.sleep(0.01)
+            for task in (first, late):
+                task.cancel()
+                with pytest.raises(asyncio.CancelledError):
+                    await task
+            slow.go.set()
+            return await asyncio.gather(*others)
+
+        for prompt, tokens in zip(asked[1:3], asyncio.run(all_of_it()), strict=True):
+            check("llama", prompt, 8, tokens)
+        assert not engine.has_unfinished
+        assert engine.step() == []
+
+
+def test_a_stream_for_asyncio_that_is_dropped_is_aborted() -> None:
+    with engine_on("llama") as engine:
+
+        async def leave() -> None:
+            async for _ in engine.stream_async(prompts(1)[0], greedy(max_tokens=100)):
+                break
+            await engine.generate_async([5, 6], greedy())
+            assert not engine.has_unfinished
+            with pytest.raises(RequestError):
+                await engine.generate_async([], greedy())
+
+        asyncio.run(leave())
         assert engine.step() == []
 
 

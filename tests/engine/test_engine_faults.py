@@ -11,7 +11,7 @@ from tests.engine.served import Tokenizer, check, engine_on, launch_ahead, promp
 from tests.hf.tiny_models import CONFIGS, VOCABULARY, make
 
 from pageforge import OutOfPages, PageForgeError
-from pageforge.engine import Engine, SamplingParams
+from pageforge.engine import Engine, RequestOutput, SamplingParams
 from pageforge.engine.runner import Runner
 from pageforge.errors import ParamsError, RequestError
 
@@ -126,6 +126,66 @@ def test_an_interrupt_behind_a_launch_loses_no_token(monkeypatch: pytest.MonkeyP
         outputs = run_all(engine)
         for number, prompt in enumerate(asked):
             check("llama", prompt, 8, outputs[str(number)].token_ids)
+
+
+class Interrupting(Tokenizer):
+    """Ctrl-C comes in call `at` of `decode`."""
+
+    at = 0
+
+    def decode(self, token_ids: Any, **options: Any) -> str:
+        self.at -= 1
+        if self.at == 0:
+            raise KeyboardInterrupt
+        return super().decode(token_ids, **options)
+
+
+@pytest.mark.usefixtures("ahead")
+@pytest.mark.parametrize("at", [1, 3, 13, 23, 27])
+def test_an_interrupt_in_the_tokenizer_loses_no_token(at: int) -> None:
+    """Be it while tokens of a step are looked at, or when a completion's text is made."""
+    asked = prompts(6, seed=8)
+    params = [GREEDY, SamplingParams(max_tokens=8, temperature=0, logprobs=1, stop="never")] * 3
+    tokenizer = Interrupting()
+    with engine_on("llama", tokenizer=tokenizer) as engine:
+        for number, (prompt, of_one) in enumerate(zip(asked, params, strict=True)):
+            engine.add_request(prompt, of_one, request_id=str(number))
+        tokenizer.at = at
+        outputs: dict[str, RequestOutput] = {}
+        with pytest.raises(KeyboardInterrupt):
+            while engine.has_unfinished:
+                outputs |= {output.request_id: output for output in engine.step()}
+        outputs |= run_all(engine)
+        for number, prompt in enumerate(asked):
+            output = outputs[str(number)]
+            check("llama", prompt, 8, output.token_ids)
+            assert output.finish_reason == "length"
+            assert output.text == Tokenizer().decode(output.token_ids)
+            if output.logprobs is not None:
+                chosen = [each.chosen.token_id for each in output.logprobs]
+                assert chosen == output.token_ids
+        assert engine.stats().num_finished == len(asked)
+
+
+@pytest.mark.usefixtures("ahead")
+@pytest.mark.parametrize("at", [1, 3, 8])
+def test_an_interrupted_stream_leaves_the_others_whole(at: int) -> None:
+    asked = prompts(4, seed=9)
+    tokenizer = Interrupting()
+    with engine_on("llama", tokenizer=tokenizer) as engine:
+        long = SamplingParams(max_tokens=40, temperature=0)
+        streams = [engine.stream(asked[0], long), *(engine.stream(p, GREEDY) for p in asked[1:])]
+        found = [[next(chunks)] for chunks in streams]
+        tokenizer.at = at
+        with pytest.raises(KeyboardInterrupt):
+            list(streams[0])
+        assert list(streams[0]) == []
+        for prompt, rest, first in zip(asked[1:], streams[1:], found[1:], strict=True):
+            chunks = [*first, *rest]
+            tokens = [token for chunk in chunks for token in chunk.token_ids]
+            check("llama", prompt, 8, tokens)
+            assert "".join(chunk.text or "" for chunk in chunks) == Tokenizer().decode(tokens)
+        assert not engine.has_unfinished
 
 
 @pytest.mark.usefixtures("ahead")
@@ -496,13 +556,13 @@ def test_a_priority_without_a_rank_is_refused(priority: Any) -> None:
 
 
 def test_calls_from_inside_a_step_are_refused() -> None:
-    """The lock lets the stepping thread in; a row freed there would be computed all the same."""
+    """A row freed there would be computed all the same, and the lock would never come."""
     with engine_on("llama") as engine:
         refused = []
 
         def meddle(tokens: list[int], logits: torch.Tensor) -> torch.Tensor:
             for call in (engine.step, engine.close, lambda: engine.abort("other")):
-                with pytest.raises(PageForgeError, match="outside of a step"):
+                with pytest.raises(PageForgeError, match="in the middle of another"):
                     call()
                 refused.append(call)
             return logits

@@ -14,7 +14,7 @@ from pageforge.engine.scheduler import Limits, Plan, least_pages
 from pageforge.engine.sequence import Rows, Sequence
 from pageforge.geometry import pages_for
 from pageforge.memory import PageTable
-from pageforge.memory.prefix import PrefixCursor
+from pageforge.memory.prefix import Prefix, PrefixCursor
 
 P = 4
 
@@ -32,8 +32,9 @@ class Pages:
     def available(self) -> int:
         return self.free
 
-    def match(self, sequence: Sequence) -> tuple[int, int]:
-        return self.found.get(sequence.rank, (0, 0))
+    def match(self, sequence: Sequence) -> Prefix:
+        num_tokens, num_used = self.found.get(sequence.rank, (0, 0))
+        return Prefix(num_tokens, (), num_used, [])
 
     def reclaimable(self, table: PageTable) -> int:
         return self.reclaims.get(id(table), pages_for(table.length, P))
@@ -151,6 +152,13 @@ def test_found_tokens_are_not_computed_again() -> None:
     pages = Pages(found={1: (8, 0)})
     assert begins(plan(Rows(2), [sequence(1, 11)], pages)) == [(1, 0, 3)]
     assert begins(plan(Rows(2), [sequence(1, 11, shares=False)], pages)) == [(1, 0, 11)]
+
+
+def test_what_was_found_is_handed_on() -> None:
+    alone, swapped = sequence(2, 11, first=50, shares=False), sequence(3, 11, first=100)
+    swapped.num_computed, swapped.swapped = 10, object()
+    admitted = plan(Rows(4), [sequence(1, 11), alone, swapped], Pages(found={1: (8, 1)})).admitted
+    assert [each.prefix for each in admitted] == [Prefix(8, (), 1, []), None, None]
 
 
 @pytest.mark.parametrize(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import cache
+from functools import cache, partial
 
 import pytest
 from hypothesis import assume, given, settings
@@ -451,6 +451,50 @@ def test_what_the_tokenizer_raises_passes_through() -> None:
     assert detokenizer.push([a]) == "a"
     with pytest.raises(KeyError, match="no such token"):
         detokenizer.push([b])
+
+
+class Interrupted:
+    """A tokenizer in whose call number `at` an interrupt comes."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, at: int):
+        self.tokenizer, self.left = tokenizer, at
+
+    def count(self) -> None:
+        self.left -= 1
+        if self.left == 0:
+            raise KeyboardInterrupt
+
+    def decode(self, token_ids: list[int], skip_special_tokens: bool = False, **options) -> str:
+        self.count()
+        return self.tokenizer.decode(token_ids, skip_special_tokens, **options)
+
+    def convert_ids_to_tokens(self, token_id: int) -> str | None:
+        self.count()
+        return self.tokenizer.convert_ids_to_tokens(token_id)
+
+
+@pytest.mark.parametrize("stop", [(), ("\n",), ("好 the",)])
+@pytest.mark.parametrize("maker", [bytes_only, byte_fallback, metaspace])
+def test_an_interrupted_call_can_be_made_again(maker, stop: tuple[str, ...]) -> None:
+    tokenizer = made(maker)
+    text = f"Hello 你好 👍 the{UNKNOWN} world, {END}naïve\n\nthe 你好 the"
+    ids = [*ids_of(tokenizer, text), 10**6, *ids_of(tokenizer, "👍")[:1]]
+    whole = Detokenizer(tokenizer, stop=stop)
+    want = pieces(whole, ids)
+    at, is_interrupted = 0, True
+    while is_interrupted:  # in every call there is
+        at, is_interrupted = at + 1, False
+        detokenizer = Detokenizer(Interrupted(tokenizer, at), stop=stop)
+        found = []
+        for call in [*(partial(detokenizer.push, [each]) for each in ids), detokenizer.finish]:
+            try:
+                found.append(call())
+            except KeyboardInterrupt:
+                is_interrupted = True
+                found.append(call())
+        assert found == want
+        assert (detokenizer.stopped, detokenizer.num_tokens) == (whole.stopped, whole.num_tokens)
+    assert at > len(ids) / 2
 
 
 FLOODS = {

@@ -59,14 +59,21 @@ def test_rows_of_one_query_and_of_many(dtype: torch.dtype, plain: bool) -> None:
     out, lse = attend(batch, 300)
     assert not out[served:].any() and bool(lse[served:].isneginf().all())
     _check(batch, out, lse)
-    alone = ops.attend(
-        *(batch.query, batch.key_pages, batch.value_pages),
-        *(batch.page_table, batch.seq_lens, batch.cu_query_lens),
-        max_query_len=512,
-        scale=batch.scale,
-        **batch.options,
+    plan = ops.plan_decode(
+        *(batch.seq_lens, batch.page_table, batch.key_pages),
+        **{name: batch.options.get(name) for name in ("window", "starts")},
+        cu_query_lens=batch.cu_query_lens,
     )
-    assert torch.equal(alone, out)
+    for planned in (None, plan, plan, plan):  # one serves all layers
+        alone = ops.attend(
+            *(batch.query, batch.key_pages, batch.value_pages),
+            *(batch.page_table, batch.seq_lens, batch.cu_query_lens),
+            max_query_len=512,
+            scale=batch.scale,
+            plan=planned,
+            **batch.options,
+        )
+        assert torch.equal(alone, out)
 
 
 def _check(batch: Batch, out: Tensor, lse: Tensor) -> None:

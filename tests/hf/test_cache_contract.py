@@ -1375,3 +1375,24 @@ def test_a_pool_made_in_inference_mode_can_be_written_to_outside() -> None:
 def test_wrong_sizes_are_refused_when_the_cache_is_made(arguments: dict) -> None:
     with pytest.raises(GeometryError):
         PagedKVCache(tiny("gpt2").config, **arguments)
+
+
+def test_what_a_repr_says() -> None:
+    caches = Caches("llama", rows=2)
+    assert repr(caches.paged) == "PagedKVCache(empty)"
+    caches.update(17)
+    assert repr(caches.paged) == "PagedKVCache(2 rows of 17 tokens, 6 pages of 8)"
+    fork = copy.deepcopy(caches.paged)
+    fork.batch_repeat_interleave(2)
+    assert repr(fork) == "PagedKVCache(4 rows of 17 tokens, 6 pages of 8)"  # which all hold
+    stats = caches.pool.stats()
+    assert (
+        repr(stats)
+        == str(stats)
+        == (
+            f"PoolStats(pages=6 used + 0 cached of 128, bytes={stats.bytes_in_use:,} in use, "
+            f"{stats.bytes_mapped:,} mapped of {stats.bytes_total:,})"
+        )
+    )
+    caches.paged.free()
+    assert repr(caches.paged) == "PagedKVCache(freed)"

@@ -177,7 +177,7 @@ class Step:
         lse = self.query.new_full((rows, num_heads), torch.nan, dtype=torch.float32)
         options = {n: v for n, v in self.options.items() if n not in ("window", "starts")}
         new_key, new_value = new or (None, None)
-        table, max_pieces, _, _ = plan or self.cut(batch_invariant=batch_invariant)
+        table, max_pieces, *_ = plan or self.cut(batch_invariant=batch_invariant)
         attend_decode(
             *(self.query, self.key_pages, self.value_pages, self.page_table),
             *(table, max_pieces, out),

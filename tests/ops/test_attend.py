@@ -6,11 +6,13 @@ import dataclasses
 import math
 import re
 import shutil
+import sys
 from typing import Any
 
 import pytest
 import torch
 from tests.ops.attention_cases import RATIOS, TOLERANCE, Step, bits, make_step
+from tests.ops.cache_cases import INTERPRETED
 from torch import Tensor
 
 from pageforge import ops
@@ -112,6 +114,69 @@ def test_on_the_cpu_there_is_nothing_to_plan() -> None:
     assert ops.plan_decode(step.seq_lens, step.page_table, step.key_pages) is None
     with pytest.raises(ShapeError, match="seq_lens"):
         ops.plan_decode(step.seq_lens.long(), step.page_table, step.key_pages)
+
+
+@pytest.fixture
+def kernels_on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """The ops do what they do on CUDA, in Triton's interpreter. Returns the plans that are made."""
+    pytest.importorskip("triton")
+    if not INTERPRETED:
+        pytest.skip("runs kernels on the CPU, in Triton's interpreter")
+    attend_module = sys.modules[ops.attend.__module__]  # the function has the module's name
+    made: list[Any] = []
+    plan_decode = attend_module.plan.plan_decode
+
+    def counted(*args: Any, **options: Any) -> Any:
+        made.append(options)
+        return plan_decode(*args, **options)
+
+    monkeypatch.setattr(attend_module, "plans", lambda key_pages: True)
+    monkeypatch.setattr(attend_module, "_attend", attend_module._attend_cuda)
+    monkeypatch.setattr(attend_module.plan, "plan_decode", counted)
+    return made
+
+
+@pytest.mark.parametrize("queries", [[3, 1, 0, 5, 1], [1, 1, 1, 1, 1], [2, 2, 2, 2, 2]], ids=str)
+@pytest.mark.parametrize("window", [None, 7])
+def test_one_plan_serves_all_layers_of_a_mixed_step(
+    queries: list[int], window: int | None, kernels_on_the_cpu: list[Any]
+) -> None:
+    bounds = torch.tensor([0, *queries]).cumsum(0).int()
+    step = make_step([30, 9, 12, 5, 60])
+    rows = step.page_table, step.seq_lens
+    options = {"max_query_len": max(queries), "scale": 0.25, "window": window}
+    plan = ops.plan_decode(
+        step.seq_lens, step.page_table, step.key_pages, window=window, cu_query_lens=bounds
+    )
+    for factor in (1.0, -0.5, 2.0):  # layers with K and V of their own
+        pages = step.key_pages * factor, step.value_pages * factor
+        args = torch.randn(sum(queries), 4, 16), *pages, *rows, bounds
+        want, _ = reference.attend(args[0].double(), *args[1:], scale=0.25, window=window)
+        kernels_on_the_cpu.clear()
+        got = ops.attend(*args, **options, plan=plan)
+        assert not kernels_on_the_cpu
+        assert (got.double() - want).norm() <= TOLERANCE[torch.float32] * want.norm()
+        assert torch.equal(ops.attend(*args, **options), got)
+        needed = ops.may_have_single_queries(sum(queries), len(queries), max(queries))
+        assert needed == (queries != [2] * 5) == len(kernels_on_the_cpu)
+
+
+def test_a_plan_for_other_queries_is_refused() -> None:
+    """Rows would be left out, or be given another's query."""
+    pytest.importorskip("triton")
+    step = make_step([9, 3])
+    new, bounds = step.take_newest(), torch.tensor([0, 2, 3], dtype=torch.int32)
+    other = bounds.clone()
+    args = step.key_pages, step.value_pages, step.page_table, step.seq_lens
+    query, cut = torch.randn(3, 4, 16), step.cut
+    says = "plan: expected one made with the tensor that is passed as cu_query_lens, got one made"
+    for plan in (cut(), cut(cu_query_lens=other)):
+        with pytest.raises(ShapeError, match=says):
+            ops.attend(query, *args, bounds, max_query_len=2, scale=0.25, plan=plan)
+    with pytest.raises(ShapeError, match=says):
+        write_and_attend(step, new, plan=cut(cu_query_lens=step.cu_query_lens))
+    with pytest.raises(ShapeError, match=r"cu_query_lens: expected \[3\] torch.int32, got \[2\]"):
+        ops.plan_decode(step.seq_lens, step.page_table, step.key_pages, cu_query_lens=bounds[:2])
 
 
 @pytest.mark.parametrize("op", ["attend", "write_and_attend"])
@@ -273,7 +338,6 @@ WRONG_NEW: list[tuple[str, Any, str]] = [
 WRONG_QUERIES: list[tuple[str, Any, str]] = [
     ("cu_query_lens", lambda t: t[:2], r"cu_query_lens: expected \[3\] torch.int32, got \[2\]"),
     ("cu_query_lens", lambda t: t.long(), r"cu_query_lens: expected \[3\] torch.int32, got .*64"),
-    ("plan", lambda t: (t, 1), "plan: expected none with max_query_len=2, got one; a plan is for"),
 ]
 
 
@@ -302,6 +366,5 @@ def test_wrong_arguments_of_attend(name: str, change: Any, says: str) -> None:
     names = "query", "key_pages", "value_pages", "page_table", "seq_lens", "cu_query_lens"
     args: dict[str, Any] = {name: getattr(step, name) for name in names}
     args |= {"max_query_len": 2, "scale": 0.25}
-    refuses(ops.attend, step, args, name, change, says)
-    if name != "plan":
-        refuses(ops.attend_with_lse, step, args, name, change, says)
+    for op in (ops.attend, ops.attend_with_lse):
+        refuses(op, step, args, name, change, says)

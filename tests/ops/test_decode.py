@@ -267,7 +267,7 @@ def test_only_rows_of_one_query(merged_bytes: int, cut_into: Any) -> None:
     cut_into(5, merged_bytes)
     step = make_step([150, 20, 0, 70, 9])
     bounds = torch.tensor([0, 1, 4, 5, 5, 6], dtype=torch.int32)
-    table, max_pieces, _, _ = step.cut(cu_query_lens=bounds)
+    table, max_pieces, *_ = step.cut(cu_query_lens=bounds)
     query = torch.randn(7, *step.query.shape[1:])
     served = {0: 0, 2: 4, 4: 5}  # row: token
     for row, token in served.items():

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import difflib
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from types import TracebackType
 from typing import Any, NamedTuple
 
 from pageforge.engine.draw import completion_seed
@@ -22,7 +21,7 @@ OVERRIDES = frozenset(field.name for field in fields(SamplingParams)) - {"logits
 """What a JSON line may set for its request: what JSON can say of SamplingParams."""
 
 
-RESULT_KEYS = frozenset({"id", "prompt", "prompt_token_ids", "error"})
+RESULT_KEYS = frozenset({"id", "prompt", "prompt_token_ids", "options", "error"})
 """What a line of results has in any case."""
 
 
@@ -32,12 +31,16 @@ class JobError(PageForgeError, ValueError):
 
 @dataclass(frozen=True)
 class Job:
-    """One prompt, text or token ids. `number`: its line, or its place among others, from 1."""
+    """One prompt, text or token ids. `number`: its line, or its place among others, from 1.
+
+    `options`: what its answer depends on beside the prompt, by name, as JSON has it.
+    """
 
     number: int
     id: str
     prompt: str | tuple[int, ...]
     params: SamplingParams
+    options: dict[str, Any]
 
     @property
     def title(self) -> str:
@@ -53,7 +56,7 @@ class Result(NamedTuple):
     error: Exception | None
 
     def to_dict(self) -> dict[str, Any]:
-        """RequestOutput's dict, with the prompt as it was given and the error as a text."""
+        """RequestOutput's dict with the prompt and options of the job, and the error as a text."""
         job, output, error = self
         ids = [] if isinstance(job.prompt, str) else list(job.prompt)
         done = {"prompt_token_ids": ids, "outputs": []} if output is None else output.to_dict()
@@ -61,6 +64,7 @@ class Result(NamedTuple):
             **done,
             "id": job.id,
             "prompt": job.prompt if isinstance(job.prompt, str) else None,
+            "options": job.options,
             "error": None if error is None else f"{type(error).__name__}: {error}",
         }
 
@@ -72,11 +76,13 @@ def make_job(
     *,
     job_id: object = None,
     overrides: dict[str, Any] | None = None,
+    others: Mapping[str, Any] | None = None,
 ) -> Job:
     """A job with `params`, some of them its own. Its id is its number unless it is given one.
 
     Its draws depend on `params.seed` and its number, so that they are the same whichever other
-    jobs run or have run before. Raises JobError, ParamsError.
+    jobs run or have run before. `others`: options beside the params that its answer depends on.
+    Raises JobError, ParamsError.
     """
     if isinstance(prompt, list):
         whole = all(isinstance(token, int) and not isinstance(token, bool) for token in prompt)
@@ -90,17 +96,30 @@ def make_job(
     job_id = number if job_id is None else job_id
     if not isinstance(job_id, str | int) or isinstance(job_id, bool) or job_id == "":
         raise JobError(expected("id", "text or a whole number", repr(job_id), "or leave it out"))
-    asked = {"seed": completion_seed(params.seed or 0, number), **(overrides or {})}
-    return Job(number, str(job_id), prompt, replace(params, **asked))
+    own = overrides or {}
+    asked = replace(params, **own)
+    seed = asked.seed if "seed" in own else completion_seed(asked.seed or 0, number)
+    options = {**(others or {}), **_named(asked)}
+    return Job(number, str(job_id), prompt, replace(asked, seed=seed), options)
 
 
-def read_jobs(path: Path, params: SamplingParams) -> list[Job]:
+def _named(params: SamplingParams) -> dict[str, Any]:
+    """What JSON can say of SamplingParams. Where nothing is drawn, there is no seed."""
+    named = {name: getattr(params, name) for name in sorted(OVERRIDES)}
+    if params.is_greedy:
+        del named["seed"]
+    found: dict[str, Any] = json.loads(json.dumps(named))  # with lists for tuples
+    return found
+
+
+def read_jobs(
+    path: Path, params: SamplingParams, others: Mapping[str, Any] | None = None
+) -> list[Job]:
     """The jobs of a file: a prompt in each line, or JSON lines. Empty lines are no jobs.
 
     A JSON line has "prompt", text or token ids, and may have "id" and names of SamplingParams,
-    which go before `params`. Raises JobError, with the line's number.
+    which go before `params`. `others`: see make_job. Raises JobError, with the line's number.
     """
-    read: Callable[[int, str, SamplingParams], Job]
     read = _from_json if path.suffix in JSON_LINES else make_job
     jobs = []
     try:
@@ -108,7 +127,7 @@ def read_jobs(path: Path, params: SamplingParams) -> list[Job]:
             for number, line in enumerate(file, 1):
                 if line.strip():
                     try:
-                        jobs.append(read(number, line.rstrip("\n"), params))
+                        jobs.append(read(number, line.rstrip("\n"), params, others=others))
                     except (JobError, ParamsError) as error:
                         raise JobError(f"{path}, line {number}: {error}") from error
     except UnicodeDecodeError as error:
@@ -124,7 +143,9 @@ def read_jobs(path: Path, params: SamplingParams) -> list[Job]:
     return jobs
 
 
-def _from_json(number: int, line: str, params: SamplingParams) -> Job:
+def _from_json(
+    number: int, line: str, params: SamplingParams, *, others: Mapping[str, Any] | None
+) -> Job:
     try:
         entry = json.loads(line)
     except ValueError as error:
@@ -144,7 +165,7 @@ def _from_json(number: int, line: str, params: SamplingParams) -> Job:
     bias = entry.get("logit_bias")
     if isinstance(bias, dict):  # JSON has no keys but text
         entry["logit_bias"] = {int(key) if key.isdecimal() else key: bias[key] for key in bias}
-    return make_job(number, prompt, params, job_id=job_id, overrides=entry)
+    return make_job(number, prompt, params, job_id=job_id, overrides=entry, others=others)
 
 
 def missing(path: Path, jobs: Sequence[Job]) -> list[Job]:
@@ -152,7 +173,7 @@ def missing(path: Path, jobs: Sequence[Job]) -> list[Job]:
 
     Results of failed requests, and a last line that was torn when a run ended, are taken out of the
     file: those jobs are missing. Raises JobError, the file being as it was, for a line that is no
-    result, and for a result of another prompt under a job's id.
+    result, and for a result of another prompt or of other options under a job's id.
     """
     by_id = {job.id: job for job in jobs}
     done = set()
@@ -162,15 +183,13 @@ def missing(path: Path, jobs: Sequence[Job]) -> list[Job]:
             for number, line in enumerate(old, 1):
                 if not line.endswith(b"\n"):
                     break
-                result = _result_of(line, f"{path}, line {number}")
+                where = f"{path}, line {number}"
+                result = _result_of(line, where)
                 if result["error"] is not None:
                     continue
                 job = by_id.get(result["id"])
-                if job is not None and job.prompt != _prompt_of(result):
-                    raise JobError(
-                        f"{path}, line {number}: the prompt of {job.id!r} was another one; give "
-                        f"the changed prompt an id of its own, or write to another file"
-                    )
+                if job is not None:
+                    _check_answers(result, job, where)
                 new.write(line)
                 done.add(result["id"])
         draft.replace(path)
@@ -189,9 +208,20 @@ def _result_of(line: bytes, where: str) -> dict[str, Any]:
     return result
 
 
-def _prompt_of(result: dict[str, Any]) -> str | tuple[int, ...]:
+def _check_answers(result: dict[str, Any], job: Job, where: str) -> None:
+    """Raise JobError for a result that the job would not have."""
     text = result["prompt"]
-    return tuple(result["prompt_token_ids"]) if text is None else text
+    if job.prompt != (tuple(result["prompt_token_ids"]) if text is None else text):
+        raise JobError(
+            f"{where}: the prompt of {job.id!r} was another one; give the changed prompt an id of "
+            f"its own, or write to another file"
+        )
+    before, now = result["options"], job.options
+    other = [name for name in {**now, **before} if now.get(name) != before.get(name)]
+    if other:
+        want, got = (", ".join(f"{n} {each.get(n)}" for n in other) for each in (now, before))
+        fix = "give the options again that it was made with, or write to another file"
+        raise JobError(f"{where}: {expected(f'the result of {job.id!r}', want, got, fix)}")
 
 
 class ResultsFile:
@@ -210,10 +240,5 @@ class ResultsFile:
     def __enter__(self) -> ResultsFile:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *exc_info: object) -> None:
         self._file.close()

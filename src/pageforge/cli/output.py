@@ -7,7 +7,6 @@ import os
 import sys
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, is_dataclass
-from types import TracebackType
 from typing import Any, TypeVar
 
 from rich.console import Console
@@ -115,12 +114,7 @@ class RunningText:
     def __enter__(self) -> RunningText:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: object, error: object, trace: object) -> None:
         if self._in_line and not isinstance(error, BrokenPipeError):
             sys.stdout.write("\n")
 

@@ -180,7 +180,11 @@ def run(
         raise typer.BadParameter(
             "goes on with a file of results: give --out", param_hint="--resume"
         )
-    jobs = _typed(prompts or [], params) if file is None else read_jobs(file, params)
+    others = {"model": settings.model, "raw": raw}
+    if file is None:
+        jobs = _typed(prompts or [], params, others)
+    else:
+        jobs = read_jobs(file, params, others)
     todo = jobs if out is None else _missing(jobs, out, resume=resume)
     if not todo:
         stderr().print(f"nothing is missing: {out} has all {len(jobs)} results", soft_wrap=True)
@@ -256,7 +260,7 @@ def _params(**asked: Any) -> SamplingParams:
         raise typer.BadParameter(str(error)) from None
 
 
-def _typed(prompts: list[str], params: SamplingParams) -> list[Job]:
+def _typed(prompts: list[str], params: SamplingParams, others: dict[str, Any]) -> list[Job]:
     """Jobs from the command line, or from stdin."""
     if prompts.count("-") > 1:
         raise typer.BadParameter("- can stand once: stdin is read once", param_hint="PROMPT")
@@ -268,7 +272,9 @@ def _typed(prompts: list[str], params: SamplingParams) -> list[Job]:
     if not texts:
         raise typer.BadParameter("expected a prompt, got none", param_hint="PROMPT")
     try:
-        return [make_job(number, text, params) for number, text in enumerate(texts, 1)]
+        return [
+            make_job(number, text, params, others=others) for number, text in enumerate(texts, 1)
+        ]
     except JobError as error:
         raise typer.BadParameter(str(error), param_hint="PROMPT") from None
 

@@ -31,6 +31,7 @@ from pageforge.errors import OutOfPages, PageForgeError
 from pageforge.geometry import ceil_div, pages_for
 from pageforge.graphs import bucket
 from pageforge.memory import PageTable
+from pageforge.memory.prefix import Prefix
 from pageforge.pool import PagePool
 
 logger = logging.get_logger(__name__)
@@ -40,9 +41,16 @@ MAPPED_AHEAD = 2
 
 NO_TOKENS = torch.empty(0, dtype=torch.int64)
 
+End = tuple[FinishReason, Any]
+"""Why a sequence ends, and its cause: the stop id or string, or the exception."""
+
 
 class Listener(Protocol):
-    """Whose sequences these are: told of what becomes of them."""
+    """Whose sequences these are: told of what becomes of them.
+
+    What it does with tokens and ends may take long. If it is interrupted there (by Ctrl-C, say),
+    the next step tells it the same once more.
+    """
 
     def on_scheduled(self, sequence: Sequence) -> None:
         """It begins to run, or to run again."""
@@ -50,14 +58,14 @@ class Listener(Protocol):
     def on_first_token(self, sequence: Sequence) -> None:
         """Its first token has come."""
 
-    def on_token(self, sequence: Sequence, token: int, flight: Flight, place: int) -> None:
-        """A new token of a sequence that is watched; may call `Core.finish`."""
+    def on_token(self, sequence: Sequence, token: int, flight: Flight, place: int) -> End | None:
+        """A new token of a sequence that is watched. Whether the sequence ends with it."""
 
     def on_prompt_logprobs(self, sequence: Sequence, first: int, logprobs: Logprobs) -> None:
         """Log-probabilities of prompt tokens from position `first` on."""
 
     def on_finish(self, sequence: Sequence, reason: FinishReason, cause: Any) -> None:
-        """It has ended; its tokens are in `sequence.tokens`. `cause`: stop id, or exception."""
+        """It ends; its tokens are in `sequence.tokens`."""
 
 
 @dataclass
@@ -116,6 +124,8 @@ class Core:
         self._listener = listener
         self._pages = _PoolPages(pool)
         self._flights: deque[Flight] = deque()  # launched, the oldest first
+        self._arrived: deque[tuple[Flight, int]] = deque()  # tokens that may mean something
+        self._ending: deque[tuple[Sequence, FinishReason, Any]] = deque()  # as those have said
         self._kept: list[Any] = []
         self._parents: list[Sequence] = []
         self._has_windows = any(group.shape.window for group in pool.geometry.groups)
@@ -129,11 +139,6 @@ class Core:
 
     # --- coming and going -------------------------------------------------------------------
 
-    @property
-    def is_idle(self) -> bool:
-        """Whether there is nothing to do."""
-        return not (self.waiting or self.rows.num_running or self._flights)
-
     def add(self, sequence: Sequence) -> None:
         """It waits for its turn."""
         if sequence.most_computed == 0 and sequence.limit == sequence.num_prompt:
@@ -143,19 +148,30 @@ class Core:
             self._parents.append(sequence)
         bisect.insort(self.waiting, sequence, key=_by_rank)
 
+    def abort(self, sequence: Sequence) -> None:
+        """End a sequence with the tokens that have come so far."""
+        self._take_arrived()
+        self.finish(sequence, "abort")
+
     def finish(self, sequence: Sequence, reason: FinishReason, cause: Any = None) -> None:
-        """End a sequence in whatever state it is; its pages are free at once."""
+        """End a sequence in whatever state it is; its pages are free at once.
+
+        The listener is told first: interrupted there, it has not ended.
+        """
         if sequence.is_finished:
             return
+        if sequence.row >= 0:
+            self.rows.refresh(sequence)
+        self._end(sequence, reason, cause)
         if sequence.row >= 0:
             self._leave_row(sequence)
             self._most_running += 1  # there is memory for another, and perhaps by now for two
         else:
             self.waiting.remove(sequence)
         self._release(sequence)
-        self._end(sequence, reason, cause)
 
     def _end(self, sequence: Sequence, reason: FinishReason, cause: Any) -> None:
+        self._listener.on_finish(sequence, reason, cause)
         sequence.is_finished = True
         if sequence in self._parents:
             self._parents.remove(sequence)
@@ -170,7 +186,6 @@ class Core:
                 other.parent = first
             if others:
                 self._parents.append(first)
-        self._listener.on_finish(sequence, reason, cause)
 
     # --- a step -----------------------------------------------------------------------------
 
@@ -217,7 +232,8 @@ class Core:
 
     def _admit_all(self, admitted: list[Admission], counts: npt.NDArray[np.int32]) -> None:
         """Admit sequences; set their `counts`. Raises OutOfPages where nobody else runs."""
-        for admission in admitted:
+        # Swapped ones last: they claim pages, for which known ones may go that others begin with.
+        for admission in sorted(admitted, key=lambda each: each.sequence.swapped is not None):
             try:
                 counts[admission.row] = self._admit(admission)
             except OutOfPages:  # the device has no memory for swapped pages: it waits on
@@ -239,20 +255,19 @@ class Core:
             # Its last page is its own, so it may as well fill it.
             self.pool.append([sequence.table], -sequence.num_computed % size)
         elif sequence.table is None:
-            self._begin(sequence)
+            self._begin(sequence, admission.prefix)
         self.waiting.remove(sequence)
         self.rows.put(sequence, row, sequence.pages.length)
         self._describe(sequence)
         self._set_pages(sequence, 0)
         self._listener.on_scheduled(sequence)
-        return min(sequence.goal - sequence.num_computed, admission.num_tokens)
+        return admission.num_tokens
 
-    def _begin(self, sequence: Sequence) -> None:
-        """Give it a page table, over known pages if it shares those of others."""
-        if not sequence.shares:
+    def _begin(self, sequence: Sequence, prefix: Prefix | None) -> None:
+        """Give it a page table, over the known pages of others if it shares them."""
+        if prefix is None:
             sequence.table = self.pool.new_table()
             return
-        prefix = self.pool.match_prefix(sequence.findable)
         sequence.table, sequence.cursors = self.pool.adopt_prefix(prefix), prefix.cursors
         sequence.num_computed = prefix.num_tokens
         if not sequence.num_preemptions:
@@ -443,76 +458,85 @@ class Core:
 
     def _land(self, in_flight: int = 0) -> None:
         """Wait for the steps in flight, all but the last `in_flight`, and take their tokens."""
+        self._take_arrived()  # those that an interrupt has left
         while len(self._flights) > in_flight:
-            done = self._flights[0].done
-            if done is not None:
-                done.synchronize()  # an interrupt while it waits loses nothing
-            self._take_all(self._flights.popleft())
+            self._wait_for(self._flights[0])
+            self._note(self._flights.popleft())
+            self._take_arrived()
 
-    def _take_all(self, flight: Flight) -> None:
+    def _wait_for(self, flight: Flight) -> None:
+        """Have what a step gives on the host. An interrupt while it waits loses nothing."""
+        if flight.done is not None:
+            flight.done.synchronize()
         if flight.logprobs is not None:
             flight.logprobs = flight.logprobs.on_host()
         for sequence, first, logprobs in flight.prompts:
             if not sequence.is_finished:
                 self._listener.on_prompt_logprobs(sequence, first, logprobs.on_host())
+
+    def _note(self, flight: Flight) -> None:
+        """Make a step's tokens known; all rows at once, however many there are."""
         tokens = flight.tokens.numpy()
         is_current = self.rows.epoch[flight.rows] == flight.epochs
-        rows, taken = flight.rows[is_current], tokens[is_current]
+        rows, found = flight.rows[is_current], tokens[is_current]
         lengths = self.rows.length[rows]
-        self.rows.tokens[rows, lengths] = taken
-        self.rows.length[rows] += 1
+        self.rows.tokens[rows, lengths] = found
+        self.rows.length[rows] += found != NO_TOKEN
         self.rows.pending[rows] -= 1
-        stops = (taken[:, None] == self._stop_ids[rows]).any(1) | (taken == NO_TOKEN)
+        stops = (found[:, None] == self._stop_ids[rows]).any(1) | (found == NO_TOKEN)
         is_last = lengths == self.rows.most_computed[rows]  # all but this one
         is_first = lengths == self.rows.prompt[rows]
         matters = stops | is_first | is_last | self._is_watched[rows]
-        for place in np.flatnonzero(is_current)[matters].tolist():
-            self._take(flight, place)
-        for place in np.flatnonzero(~is_current).tolist():  # moved to another row, or lost its own
-            self._catch_up(flight, place)
-        for sequence in flight.scored:
-            self.finish(sequence, "length")
+        others = np.flatnonzero(~is_current).tolist()  # moved to another row, or lost their own
+        for place in others:
+            self._catch_up(*flight.at(place))
+        places = np.flatnonzero(is_current)[matters].tolist()
+        self._arrived += [(flight, place) for place in places + others]
+        self._ending += [(sequence, "length", None) for sequence in flight.scored]
 
-    def _catch_up(self, flight: Flight, place: int) -> None:
-        sequence, token = flight.at(place)
-        if sequence.is_finished:
-            return
+    def _catch_up(self, sequence: Sequence, token: int) -> None:
+        """Make a token known of a sequence that is not where it was."""
         row = sequence.row
         if row >= 0:
             self.rows.tokens[row, self.rows.length[row]] = token
-            self.rows.length[row] += 1
+            self.rows.length[row] += token != NO_TOKEN
             self.rows.pending[row] -= 1
-        else:
-            sequence.tokens = np.append(sequence.tokens, np.int32(token))
+        elif not sequence.is_finished:
             sequence.num_pending -= 1
-        self._take(flight, place)
+            if token != NO_TOKEN:
+                sequence.tokens = np.append(sequence.tokens, np.int32(token))
 
-    def _take(self, flight: Flight, place: int) -> None:
-        """See what a new token means for its sequence."""
-        sequence, token = flight.at(place)
+    def _take_arrived(self) -> None:
+        """See what tokens mean for their sequences. Interrupted there, the next call goes on."""
+        while self._ending or self._arrived:
+            if self._ending:
+                self.finish(*self._ending[0])
+                self._ending.popleft()
+                continue
+            flight, place = self._arrived[0]
+            sequence, token = flight.at(place)
+            end = None if sequence.is_finished else self._look_at(sequence, token, flight, place)
+            if end is not None:
+                self._ending.append((sequence, *end))
+            self._arrived.popleft()
+
+    def _look_at(self, sequence: Sequence, token: int, flight: Flight, place: int) -> End | None:
+        """Whether a sequence ends with a new token."""
         if token == NO_TOKEN:
-            self._forget_last_token(sequence)
             error = flight.errors.get(place)
             if error is None:
                 self.pool.drop_prefix_cache()  # its K/V may make no sense either
-            self.finish(sequence, "error", error or PageForgeError(NO_SENSE))
-            return
-        if len(self._tokens(sequence)) == sequence.num_prompt + 1:
+            return "error", error or PageForgeError(NO_SENSE)
+        num_tokens = len(self._tokens(sequence))
+        if num_tokens == sequence.num_prompt + 1:
             self._listener.on_first_token(sequence)
         if sequence.is_watched:
-            self._listener.on_token(sequence, token, flight, place)
-            if sequence.is_finished:
-                return
+            end = self._listener.on_token(sequence, token, flight, place)
+            if end is not None:
+                return end
         if token in sequence.stop_ids:
-            self.finish(sequence, "stop", token)
-        elif len(self._tokens(sequence)) == sequence.limit:
-            self.finish(sequence, "length")
-
-    def _forget_last_token(self, sequence: Sequence) -> None:
-        if sequence.row < 0:
-            sequence.tokens = sequence.tokens[:-1]
-        else:
-            self.rows.length[sequence.row] -= 1
+            return "stop", token
+        return ("length", None) if num_tokens == sequence.limit else None
 
     # --- giving up pages --------------------------------------------------------------------
 
@@ -626,9 +650,8 @@ class _PoolPages:
     def available(self) -> int:
         return self._pool.num_available
 
-    def match(self, sequence: Sequence) -> tuple[int, int]:
-        prefix = self._pool.match_prefix(sequence.findable)
-        return prefix.num_tokens, prefix.num_used
+    def match(self, sequence: Sequence) -> Prefix:
+        return self._pool.match_prefix(sequence.findable)
 
     def reclaimable(self, table: PageTable) -> int:
         return self._pool.num_reclaimable(table)

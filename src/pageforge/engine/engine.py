@@ -9,35 +9,30 @@ import itertools
 import operator
 import reprlib
 import threading
+from collections import deque
 from collections.abc import AsyncIterator, Iterable, Iterator, Mapping
 from collections.abc import Sequence as SequenceOf
-from types import TracebackType
-from typing import Any
 
 import numpy as np
 import torch
 from rich.console import Console
 from rich.progress import Progress
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
-from transformers.utils import logging
 
-from pageforge.engine.core import Core, Flight
+from pageforge.engine.core import Core
 from pageforge.engine.draw import completion_seed
-from pageforge.engine.logprobs import Logprobs
-from pageforge.engine.outputs import FinishReason, RequestOutput, StreamChunk
+from pageforge.engine.live import LiveRequests
+from pageforge.engine.outputs import RequestOutput, StreamChunk
 from pageforge.engine.params import SamplingParams
-from pageforge.engine.request import Request, token_logprobs_of
+from pageforge.engine.request import Request
 from pageforge.engine.runner import Runner, check_model, longest_sequence
 from pageforge.engine.sampler import Sampler
 from pageforge.engine.scheduler import Limits, least_pages
 from pageforge.engine.sequence import Sequence
-from pageforge.engine.text import Detokenizer
 from pageforge.errors import OutOfPages, PageForgeError, RequestError, expected
 from pageforge.hf.switch import pageforge_attention_on
 from pageforge.pool import PagePool, PoolStats
 from pageforge.store import free_bytes, parse_memory
-
-logger = logging.get_logger(__name__)
 
 MAX_RUNNING = 256
 
@@ -125,10 +120,9 @@ class Engine:
         then.
         """
         check_model(model)
-        for name, value in (("max_running", max_running), ("max_batch_tokens", max_batch_tokens)):
-            is_count = isinstance(value, int) and not isinstance(value, bool) and value >= 1
-            if not is_count and not (name == "max_batch_tokens" and value is None):
-                raise RequestError(expected(name, "an int of at least 1", value, "raise it"))
+        _check_count("max_running", max_running)
+        if max_batch_tokens is not None:
+            _check_count("max_batch_tokens", max_batch_tokens)
         if seed is not None and not (isinstance(seed, int) and seed >= 0):
             fix = "None lets the engine choose"
             raise RequestError(expected("seed", "an int from 0", repr(seed), fix))
@@ -139,8 +133,10 @@ class Engine:
         self._tokenizer = tokenizer
         self._eos_ids = _eos_ids(model, tokenizer)
         self._seeds = np.random.default_rng(seed)
-        self._lock = threading.RLock()
-        self._restore = contextlib.ExitStack()
+        self._lock = threading.Lock()
+        self._owner = 0  # the thread that holds the lock
+        self._abandoned: deque[Request] = deque()
+        self._live = LiveRequests()
         device = model.device.type
         tokens = max_batch_tokens or BATCH_TOKENS.get(device, BATCH_TOKENS["cpu"])
         with contextlib.ExitStack() as undo:
@@ -169,18 +165,13 @@ class Engine:
                 self._pool,
                 self._sampler,
                 Limits(max_running, tokens, page_size),
-                self,
+                self._live,
                 swap_bytes=swap_bytes,
             )
             self._restore = undo.pop_all()
         self._prefix_cache = prefix_cache
         self._counter = itertools.count()
-        self._requests: dict[str, Request] = {}
-        self._finished: list[RequestOutput] = []
-        self._num_finished = 0
-        self._num_cached = 0
         self._is_asleep = False
-        self._is_stepping = False
         self._is_closed = False
 
     # --- whole answers ----------------------------------------------------------------------
@@ -200,22 +191,20 @@ class Engine:
         """
         listed = _listed(prompts)
         if params is None or isinstance(params, SamplingParams):
-            each = [params or SamplingParams()] * len(listed)
+            each = [params] * len(listed)
         else:
             each = list(params)
             if len(each) != len(listed):
                 raise RequestError(
                     expected("params", f"one, or {len(listed)} of them", len(each), "one a prompt")
                 )
-        with self._lock:
-            self._check_awake()
-            requests = [
-                self._new_request(prompt, of_prompt, None, streams=False)
-                for prompt, of_prompt in zip(listed, each, strict=True)
-            ]
-            for request in requests:
-                self._submit(request, 0)
+        requests: list[Request] = []
         try:
+            with self._turn(awake=True):
+                for prompt, of_prompt in zip(listed, each, strict=True):
+                    requests.append(self._new_request(prompt, of_prompt))
+                for request in requests:
+                    self._submit(request)
             console = Console(stderr=True)
             with Progress(console=console, disable=not progress, transient=True) as bar:
                 task = bar.add_task("requests", total=len(requests))
@@ -225,26 +214,29 @@ class Engine:
                     bar.advance(task)
             return [request.output for request in requests if request.output is not None]
         finally:
-            self._forget(*requests)
+            self._abandon(*requests)
 
     # --- as they come -----------------------------------------------------------------------
 
     def stream(
         self, prompt: Prompt, params: SamplingParams | None = None, *, priority: int = 0
     ) -> Iterator[StreamChunk]:
-        """Chunks of one answer as they come. Leaving the iterator aborts the request.
+        """Chunks of one answer as they come.
 
-        Raises, after the last chunk, what made the request fail.
+        The request begins when the first chunk is asked for, and leaving the iterator aborts it.
         Other requests advance as well, whoever's turn it is.
+
+        Raises what `add_request` raises, at once; after the last chunk, what made it fail.
         """
-        request = self._begin_stream(prompt, params, priority)
+        with self._turn(awake=True):
+            request = self._new_request(prompt, params, priority, streams=True)
         return self._chunks(request)
 
     async def stream_async(
         self, prompt: Prompt, params: SamplingParams | None = None, *, priority: int = 0
     ) -> AsyncIterator[StreamChunk]:
-        """`stream` for asyncio: steps run in threads, one at a time."""
-        request = self._begin_stream(prompt, params, priority)
+        """`stream` for asyncio: all work is done in threads, one at a time."""
+        request = await self._begin_in_thread(prompt, params, priority, streams=True)
         try:
             while request.output is None or request.chunks:
                 if not request.chunks:
@@ -254,22 +246,19 @@ class Engine:
             if request.output.error is not None:
                 raise request.output.error
         finally:
-            self._forget(request)
+            self._abandon(request)
 
     async def generate_async(
         self, prompt: Prompt, params: SamplingParams | None = None, *, priority: int = 0
     ) -> RequestOutput:
         """One answer, for asyncio. Cancelling it aborts the request."""
-        with self._lock:
-            self._check_awake()
-            request = self._new_request(prompt, params or SamplingParams(), None, streams=False)
-            self._submit(request, priority)
+        request = await self._begin_in_thread(prompt, params, priority, streams=False)
         try:
             while request.output is None:
                 await asyncio.to_thread(self._advance, request)
             return request.output
         finally:
-            self._forget(request)
+            self._abandon(request)
 
     # --- step by step -----------------------------------------------------------------------
 
@@ -289,53 +278,42 @@ class Engine:
         an id that is in use, for text or stop strings without a tokenizer; OutOfPages for one that
         the pool could never hold.
         """
-        with self._lock:
-            self._check_open()
-            request = self._new_request(
-                prompt, params or SamplingParams(), request_id, streams=False
-            )
-            self._submit(request, priority)
+        with self._turn():
+            request = self._new_request(prompt, params, priority, is_awaited=False)
+            self._submit(request, request_id)
             return request.id
 
     def step(self) -> list[RequestOutput]:
-        """Run one step for all, and return the requests that have ended."""
-        with self._lock:
-            self._check_awake()
+        """Run one step for all, and return the requests of `add_request` that have ended."""
+        with self._turn(awake=True):
             self._step()
-            finished, self._finished = self._finished, []
+            finished, self._live.finished = self._live.finished, []
             return finished
 
     def abort(self, request_id: str) -> bool:
         """End a request; its pages are free at once. Whether there was one of this id."""
-        with self._lock:
-            if not self._is_closed:
-                self._check_open()
-            request = self._requests.get(request_id)
-            if request is None:
-                return False
-            for sequence in request.sequences:
-                self._core.finish(sequence, "abort")
-            return True
+        with self._turn(even_closed=True):
+            request = self._live.by_id.get(request_id)
+            return request is not None and self._abort(request)
 
     @property
     def has_unfinished(self) -> bool:
         """Whether any request waits or runs."""
-        return bool(self._requests)
+        return bool(self._live.by_id)
 
     # --- between calls ----------------------------------------------------------------------
 
     def stats(self) -> EngineStats:
         """Counts and pages now."""
-        with self._lock:
-            self._check_open()
+        with self._turn():
             core, runner = self._core, self._core.runner
             return EngineStats(
                 num_running=core.rows.num_running,
                 num_waiting=len(core.waiting),
-                num_finished=self._num_finished,
+                num_finished=self._live.num_finished,
                 num_steps=core.num_steps,
                 num_computed_tokens=core.num_computed,
-                num_cached_tokens=self._num_cached,
+                num_cached_tokens=self._live.num_cached,
                 num_preemptions=core.num_preemptions,
                 num_swaps=core.num_swaps,
                 swapped_bytes=core.swap.num_bytes,
@@ -348,14 +326,12 @@ class Engine:
 
     def drop_prefix_cache(self) -> None:
         """Forget what prompts could share; pages in use stay."""
-        with self._lock:
-            self._check_open()
+        with self._turn():
             self._pool.drop_prefix_cache()
 
     def trim(self) -> None:
         """Give back memory that no page needs."""
-        with self._lock:
-            self._check_open()
+        with self._turn():
             self._pool.trim()
 
     def sleep(self) -> None:
@@ -363,8 +339,7 @@ class Engine:
 
         Between rollouts, say, so that training has the memory. Swapped pages stay on the host.
         """
-        with self._lock:
-            self._check_open()
+        with self._turn():
             self._core.give_up_pages()
             self._pool.drop_prefix_cache()
             self._pool.trim()
@@ -372,8 +347,7 @@ class Engine:
 
     def wake(self) -> None:
         """Go on after `sleep`."""
-        with self._lock:
-            self._check_open()
+        with self._turn():
             self._is_asleep = False
 
     def weights_changed(self) -> None:
@@ -382,22 +356,20 @@ class Engine:
         Drops the prefix cache and captured graphs; running requests are computed anew from their
         tokens so far.
         """
-        with self._lock:
-            self._check_open()
+        with self._turn():
             self._core.give_up_pages(swap=False)
             self._pool.drop_prefix_cache()
             self._core.runner.forget_graphs()
 
     def close(self) -> None:
         """Abort all requests, leave the model as it was and give all memory back."""
-        with self._lock:
+        with self._turn(even_closed=True):
             if self._is_closed:
                 return
-            self._check_open()
             self._is_closed = True
             try:
-                for request_id in list(self._requests):
-                    self.abort(request_id)
+                for request in list(self._live.by_id.values()):
+                    self._abort(request)
                 self._core.settle()
             finally:
                 self._restore.close()
@@ -405,73 +377,36 @@ class Engine:
     def __enter__(self) -> Engine:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *exc_info: object) -> None:
         self.close()
 
-    # --- the core's listener ----------------------------------------------------------------
-
-    def on_scheduled(self, sequence: Sequence) -> None:
-        """The core begins with it."""
-        sequence.owner.on_scheduled()
-
-    def on_first_token(self, sequence: Sequence) -> None:
-        """The first token of one of its completions has come."""
-        sequence.owner.on_first_token()
-
-    def on_token(self, sequence: Sequence, token: int, flight: Flight, place: int) -> None:
-        """A token of a request that is watched."""
-        request: Request = sequence.owner
-        logprobs = None
-        if request.params.logprobs is not None:
-            assert flight.logprobs is not None and flight.logprob_places is not None
-            index = int(np.searchsorted(flight.logprob_places, place))
-            logprobs = token_logprobs_of(flight.logprobs, index, token, request.params.logprobs)
-        try:
-            stop = request.take(sequence, token, logprobs)
-        except Exception as error:  # a tokenizer that cannot decode fails its request alone
-            self._core.finish(sequence, "error", error)
-            return
-        if stop is not None:
-            self._core.finish(sequence, "stop", stop)
-
-    def on_prompt_logprobs(self, sequence: Sequence, first: int, logprobs: Logprobs) -> None:
-        """Of a part of the prompt."""
-        request: Request = sequence.owner
-        if sequence is not request.sequences[0]:
-            return  # all completions have the same prompt
-        tokens, k = request.prompt_ids[first : first + len(logprobs.chosen)], request.prompt_k
-        request.take_prompt_logprobs(
-            first,
-            [token_logprobs_of(logprobs, place, token, k) for place, token in enumerate(tokens)],
-        )
-
-    def on_finish(self, sequence: Sequence, reason: FinishReason, cause: Any) -> None:
-        """A completion has ended."""
-        request: Request = sequence.owner
-        self._num_cached += sequence.num_cached
-        if request.end(sequence, reason, cause):
-            del self._requests[request.id]
-            assert request.output is not None
-            self._finished.append(request.output)
-            self._num_finished += 1
+    def __repr__(self) -> str:
+        """Without waiting for a turn: it may be asked for in the middle of a step."""
+        core, name = self._core, type(self._model).__name__
+        state = "asleep, " if self._is_asleep else ""
+        numbers = f"{state}{core.rows.num_running} running, {len(core.waiting)} waiting"
+        return f"Engine({name}, {'closed' if self._is_closed else numbers})"
 
     # --- inside -----------------------------------------------------------------------------
 
     def _new_request(
-        self, prompt: Prompt, params: SamplingParams, request_id: str | None, *, streams: bool
+        self,
+        prompt: Prompt,
+        params: SamplingParams | None,
+        priority: int = 0,
+        *,
+        is_awaited: bool = True,
+        streams: bool = False,
     ) -> Request:
         """A request that can be right, not submitted yet. Raises RequestError, OutOfPages."""
-        self._check_open()
+        params = SamplingParams() if params is None else params
         if not isinstance(params, SamplingParams):
             fix = "pass SamplingParams(max_tokens=...)"
             raise RequestError(expected("params", "SamplingParams", reprlib.repr(params), fix))
-        if not (request_id is None or isinstance(request_id, str)):
-            raise RequestError(expected("request_id", "text", repr(request_id), "pass a str"))
+        is_int = isinstance(priority, int) and not isinstance(priority, bool)
+        if not is_int or abs(priority) > MOST_PRIORITY:
+            want = f"an int from {-MOST_PRIORITY} to {MOST_PRIORITY}"
+            raise RequestError(expected("priority", want, repr(priority), "0 is usual"))
         text, ids = self._tokenized(prompt)
         if params.stop and self._tokenizer is None:
             raise RequestError(
@@ -493,17 +428,9 @@ class Engine:
             raise OutOfPages(
                 needed, self._most_pages, "lower max_tokens, or make the pool larger (max_memory)"
             )
-        request_id = self._new_id() if request_id is None else request_id
-        if request_id in self._requests:
-            raise RequestError(
-                expected("request_id", "one that is not in use", request_id, "choose another")
-            )
-        decode = None if self._tokenizer is None else self._decode
-        make = None if self._tokenizer is None else (lambda: self._new_detokenizer(params))
-        return Request(request_id, text, ids, params, make, decode, streams=streams)
-
-    def _new_id(self) -> str:
-        return next(name for i in self._counter if (name := str(i)) not in self._requests)
+        return Request(
+            text, ids, params, priority, self._tokenizer, is_awaited=is_awaited, streams=streams
+        )
 
     def _tokenized(self, prompt: Prompt) -> tuple[str | None, list[int]]:
         if isinstance(prompt, str):
@@ -529,24 +456,18 @@ class Engine:
             )
         return text, ids
 
-    def _decode(self, token_ids: list[int]) -> str:
-        assert self._tokenizer is not None
-        text: str = self._tokenizer.decode(
-            token_ids, skip_special_tokens=True, clean_up_tokenization_spaces=False
-        )
-        return text
-
-    def _new_detokenizer(self, params: SamplingParams) -> Detokenizer:
-        assert self._tokenizer is not None
-        return Detokenizer(self._tokenizer, stop=tuple(params.stop))
-
-    def _submit(self, request: Request, priority: int) -> None:
-        is_int = isinstance(priority, int) and not isinstance(priority, bool)
-        if not is_int or abs(priority) > MOST_PRIORITY:
-            want = f"an int from {-MOST_PRIORITY} to {MOST_PRIORITY}"
-            raise RequestError(expected("priority", want, repr(priority), "0 is usual"))
-        params = request.params
-        if not self._requests:  # a step may be in flight still that computes what nobody wants
+    def _submit(self, request: Request, request_id: str | None = None) -> None:
+        """Hand a request to the core. Raises RequestError for an id that cannot be."""
+        live, params = self._live.by_id, request.params
+        if request_id is None:
+            request_id = next(name for i in self._counter if (name := str(i)) not in live)
+        elif not isinstance(request_id, str):
+            raise RequestError(expected("request_id", "text", repr(request_id), "pass a str"))
+        elif request_id in live:
+            raise RequestError(
+                expected("request_id", "one that is not in use", request_id, "choose another")
+            )
+        if not live:  # a step may be in flight still that computes what nobody wants
             self._core.settle()
             self._core.runner.refresh()
         stop_ids = params.stop_token_ids
@@ -560,7 +481,7 @@ class Engine:
             Sequence(
                 prompt,
                 params,
-                priority * PRIORITY + next(self._counter),
+                request.priority * PRIORITY + next(self._counter),
                 stop_ids=stop_ids,
                 seed=completion_seed(seed or 0, index),
                 shares=self._prefix_cache,
@@ -574,23 +495,15 @@ class Engine:
             first.children = others
             for other in others:
                 other.parent = first
-        for sequence in sequences:
-            request.add(sequence)
-        self._requests[request.id] = request
+        request.submit(request_id, sequences)
+        live[request_id] = request
         for sequence in sequences:
             self._core.add(sequence)
 
-    def _begin_stream(
-        self, prompt: Prompt, params: SamplingParams | None, priority: int
-    ) -> Request:
-        with self._lock:
-            self._check_awake()
-            request = self._new_request(prompt, params or SamplingParams(), None, streams=True)
-            self._submit(request, priority)
-            return request
-
     def _chunks(self, request: Request) -> Iterator[StreamChunk]:
         try:
+            with self._turn(awake=True):
+                self._submit(request)
             while request.output is None or request.chunks:
                 if not request.chunks:
                     self._advance(request)
@@ -599,11 +512,33 @@ class Engine:
             if request.output.error is not None:
                 raise request.output.error
         finally:
-            self._forget(request)
+            self._abandon(request)
+
+    async def _begin_in_thread(
+        self, prompt: Prompt, params: SamplingParams | None, priority: int, *, streams: bool
+    ) -> Request:
+        """A request, submitted by a thread: the event loop does not wait for a step to end."""
+        begun: list[Request] = []
+        is_cancelled = threading.Event()
+
+        def begin() -> None:
+            with self._turn(awake=True):
+                begun.append(self._new_request(prompt, params, priority, streams=streams))
+                self._submit(begun[0])
+            if is_cancelled.is_set():
+                self._abandon(*begun)
+
+        try:
+            await asyncio.to_thread(begin)
+        except BaseException:  # cancelled, mostly
+            is_cancelled.set()
+            self._abandon(*begun)  # the thread may just have looked
+            raise
+        return begun[0]
 
     def _advance(self, request: Request) -> None:
         """Make a step, unless another thread's has brought something for `request` meanwhile."""
-        with self._lock:
+        with self._turn():
             if request.output is None and not request.chunks:
                 self._check_awake()
                 self._step()
@@ -612,34 +547,67 @@ class Engine:
         with torch.no_grad(), torch.cuda.device_of(self._core.runner.last_tokens):
             # Others' steps may run on another stream, and still read what this one writes.
             self._pool.use_stream(self._core.runner.last_tokens.device)
-            self._is_stepping = True
-            try:
-                self._core.step()
-            finally:
-                self._is_stepping = False
+            self._core.step()
 
-    def _forget(self, *requests: Request) -> None:
-        """Abort those that have not ended, and let no `step` return them."""
-        with self._lock:
-            for request in requests:
-                if self._requests.get(request.id) is request:  # and not a later one of this id
-                    self.abort(request.id)
-            own = {id(request.output) for request in requests}
-            self._finished = [each for each in self._finished if id(each) not in own]
+    def _abort(self, request: Request) -> bool:
+        """End a request; False if it has ended, or not begun."""
+        if self._live.by_id.get(request.id) is not request:  # a later one may have its id
+            return False
+        for sequence in request.sequences:
+            self._core.abort(sequence)
+        return True
+
+    def _abandon(self, *requests: Request) -> None:
+        """Abort those that have not ended: at once, or after the call that another thread is in.
+
+        It never waits, so event loops and the garbage collector may call it.
+        """
+        self._abandoned.extend(requests)
+        # Who has the lock looks again after giving it back, so that nobody is forgotten.
+        while self._abandoned and self._lock.acquire(blocking=False):
+            try:
+                self._owner = threading.get_ident()
+                self._abort_abandoned()
+            finally:
+                self._owner = 0
+                self._lock.release()
+
+    def _abort_abandoned(self) -> None:
+        while self._abandoned:
+            self._abort(self._abandoned[0])
+            self._abandoned.popleft()
+
+    @contextlib.contextmanager
+    def _turn(self, *, awake: bool = False, even_closed: bool = False) -> Iterator[None]:
+        """A call's turn: others wait for its end. Raises PageForgeError where it can have none."""
+        me = threading.get_ident()
+        if self._owner == me:
+            raise PageForgeError(
+                "engine: expected a call from outside, got one from a logits processor, a hook or "
+                "the tokenizer in the middle of another; make it when that is over"
+            )
+        try:
+            with self._lock:
+                self._owner = me
+                try:
+                    self._abort_abandoned()
+                    if not even_closed:
+                        self._check_open()
+                    if awake:
+                        self._check_awake()
+                    yield
+                finally:
+                    self._owner = 0
+        finally:
+            self._abandon()  # those that were left meanwhile
 
     def _check_open(self) -> None:
-        if self._is_stepping:  # the lock lets this thread in
-            raise PageForgeError(
-                "engine: expected a call from outside of a step, got one from a logits processor, "
-                "a hook or the tokenizer; make it when the step is over"
-            )
         if self._is_closed:
             raise PageForgeError(
                 "engine: expected an open one, got one that was closed; make a new one"
             )
 
     def _check_awake(self) -> None:
-        self._check_open()
         if self._is_asleep:
             raise PageForgeError("engine: expected it awake, got it asleep; call wake() first")
 
@@ -664,6 +632,11 @@ def _served(model: PreTrainedModel) -> Iterator[None]:
             delattr(model, SERVED)
             for module in training:
                 module.training = True
+
+
+def _check_count(name: str, value: object) -> None:
+    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+        raise RequestError(expected(name, "an int of at least 1", repr(value), "raise it"))
 
 
 def _listed(prompts: Prompt | SequenceOf[Prompt]) -> list[Prompt]:

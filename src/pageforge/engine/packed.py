@@ -59,14 +59,22 @@ class PackedInputs:
         self._plans.clear()
 
     def plan(self, group: int, window: int | None) -> DecodePlan | None:
-        """How a step of one query a row is cut: once for all layers of a group with this window."""
-        if self.slots is not None:
+        """How rows of one query are cut: once for all layers of a group with this window.
+
+        None where attention needs no plan.
+        """
+        sizes = len(self.tokens), len(self.seq_lens), self.max_query_len
+        if not ops.may_have_single_queries(*sizes):
             return None
         key = group, window
         if key not in self._plans:
             pages, _ = self.layer(self.geometry.groups[group].layers[0])
             self._plans[key] = ops.plan_decode(
-                self.seq_lens, self.page_tables[group], pages, window=window
+                self.seq_lens,
+                self.page_tables[group],
+                pages,
+                window=window,
+                cu_query_lens=None if self.slots is None else self.cu_query_lens,
             )
         return self._plans[key]
 

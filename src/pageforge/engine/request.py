@@ -4,14 +4,11 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable
 from typing import Any
 
-from pageforge.engine.logprobs import Logprobs
 from pageforge.engine.outputs import (
     Completion,
     FinishReason,
-    Logprob,
     RequestOutput,
     StreamChunk,
     Timings,
@@ -19,7 +16,7 @@ from pageforge.engine.outputs import (
 )
 from pageforge.engine.params import SamplingParams
 from pageforge.engine.sequence import Sequence
-from pageforge.engine.text import Detokenizer
+from pageforge.engine.text import Detokenizer, Tokenizer
 
 
 class _Branch:
@@ -37,32 +34,35 @@ class _Branch:
 class Request:
     """A prompt, its params, and the completions as they come.
 
-    `streams`: whether chunks are kept for somebody who reads them as they come.
+    `is_awaited`: whether a call waits for it, so that no `step` need return it. `streams`: whether
+    chunks are kept for somebody who reads them as they come.
     """
+
+    id = ""  # until it is submitted
 
     def __init__(
         self,
-        request_id: str,
         prompt: str | None,
         prompt_ids: list[int],
         params: SamplingParams,
-        make_detokenizer: Callable[[], Detokenizer] | None,
-        decode: Callable[[list[int]], str] | None,
+        priority: int,
+        tokenizer: Tokenizer | None,
         *,
+        is_awaited: bool,
         streams: bool,
     ):
-        self.id = request_id
         self.prompt = prompt
         self.prompt_ids = prompt_ids
         self.params = params
+        self.priority = priority
+        self.is_awaited = is_awaited
         self.streams = streams
         self.chunks: deque[StreamChunk] = deque()
         self.output: RequestOutput | None = None
-        self._make_detokenizer = make_detokenizer
-        self._decode = decode
+        self._tokenizer = tokenizer
         self._branches: list[_Branch] = []
         self._prompt_logprobs: list[TokenLogprobs | None] = [None]
-        self._arrived = time.monotonic()
+        self._submitted = time.monotonic()
         self._scheduled: float | None = None
         self._first_token: float | None = None
 
@@ -82,11 +82,11 @@ class Request:
         """How many top tokens are wanted at each of the prompt."""
         return self.params.prompt_logprobs or 0
 
-    def add(self, sequence: Sequence) -> None:
-        """One of the completions."""
-        has_text = self.streams or self.params.stop
-        make = self._make_detokenizer if has_text else None
-        self._branches.append(_Branch(sequence, None if make is None else make()))
+    def submit(self, request_id: str, sequences: list[Sequence]) -> None:
+        """It gets an id, and its completions; the clock of `timings` begins."""
+        self.id = request_id
+        self._submitted = time.monotonic()
+        self._branches = [_Branch(sequence, self._new_detokenizer()) for sequence in sequences]
 
     def __repr__(self) -> str:
         return f"request {self.id}"
@@ -104,15 +104,18 @@ class Request:
             self._first_token = time.monotonic()
 
     def take(self, sequence: Sequence, token: int, logprobs: TokenLogprobs | None) -> str | None:
-        """A token of a watched completion. Returns the stop string that it completes, if any."""
+        """A token of a watched completion. Returns the stop string that it completes, if any.
+
+        Interrupted in the tokenizer, it has not taken the token.
+        """
         branch = self._branch(sequence)
-        if logprobs is not None:
-            branch.logprobs.append(logprobs)
         text, stop = "", None
         if branch.detokenizer is not None:
             text = branch.detokenizer.push([token])
             branch.text.append(text)
             stop = branch.detokenizer.stopped
+        if logprobs is not None:
+            branch.logprobs.append(logprobs)
         if self.streams and stop is None:
             self._show(branch, text, [token])
         return stop
@@ -121,8 +124,8 @@ class Request:
         """Of prompt tokens from position `first` on; again, if the prompt is computed again."""
         self._prompt_logprobs[first : first + len(logprobs)] = logprobs
 
-    def end(self, sequence: Sequence, reason: FinishReason, cause: Any) -> bool:
-        """A completion has ended; whether it was the last one."""
+    def end(self, sequence: Sequence, reason: FinishReason, cause: Any) -> None:
+        """A completion has ended; with the last one there is an `output`."""
         branch = self._branch(sequence)
         token_ids = sequence.tokens[sequence.num_prompt :].tolist()
         error = cause if reason == "error" else None
@@ -134,9 +137,12 @@ class Request:
                 text = "".join([*branch.text, rest])
                 if branch.detokenizer.stopped is not None:
                     reason, stop = "stop", branch.detokenizer.stopped
-                    token_ids = token_ids[: branch.detokenizer.num_tokens]
-            elif self._decode is not None:
-                text = self._decode(token_ids)
+                # Without those that a stop string cut off, and one that could not be decoded.
+                token_ids = token_ids[: branch.detokenizer.num_tokens]
+            elif self._tokenizer is not None:
+                text = self._tokenizer.decode(
+                    token_ids, skip_special_tokens=True, clean_up_tokenization_spaces=False
+                )
         except Exception as failure:  # a tokenizer that cannot decode fails its request alone
             reason, error, stop, text = "error", failure, None, None
         wants = self.params.logprobs is not None
@@ -152,12 +158,16 @@ class Request:
         if self.streams:
             self._show(branch, rest, [], reason)
         done = [each.completion for each in self._branches if each.completion is not None]
-        if len(done) < len(self._branches):
-            return False
-        self.output = self._make_output(done)
-        return True
+        if len(done) == len(self._branches):
+            self.output = self._make_output(done)
 
     # --- inside -----------------------------------------------------------------------------
+
+    def _new_detokenizer(self) -> Detokenizer | None:
+        """None where the text is not needed before the end."""
+        if self._tokenizer is None or not (self.streams or self.params.stop):
+            return None
+        return Detokenizer(self._tokenizer, stop=tuple(self.params.stop))
 
     def _branch(self, sequence: Sequence) -> _Branch:
         return next(each for each in self._branches if each.sequence is sequence)
@@ -188,11 +198,9 @@ class Request:
             outputs=completions,
             prompt_logprobs=self._prompt_logprobs if wants else None,
             timings=Timings(
-                queued=_since(self._arrived, self._scheduled),
-                first_token=None
-                if self._first_token is None
-                else self._first_token - self._arrived,
-                total=now - self._arrived,
+                queued=_since(self._submitted, self._scheduled),
+                first_token=_since(self._submitted, self._first_token),
+                total=now - self._submitted,
                 num_tokens=max(len(each.token_ids) for each in completions),
             ),
             num_cached_tokens=self._branches[0].sequence.num_cached,
@@ -201,10 +209,3 @@ class Request:
 
 def _since(begin: float, end: float | None) -> float | None:
     return None if end is None else end - begin
-
-
-def token_logprobs_of(logprobs: Logprobs, place: int, token: int, k: int) -> TokenLogprobs:
-    """One token's, off the device."""
-    ids, values = logprobs.top_ids[place, :k].tolist(), logprobs.top[place, :k].tolist()
-    top = tuple(map(Logprob, ids, values))
-    return TokenLogprobs(Logprob(token, float(logprobs.chosen[place])), top)

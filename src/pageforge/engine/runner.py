@@ -367,6 +367,10 @@ class Runner:
     def _uses_graphs(self) -> bool:
         return self._device.type == "cuda"
 
+    def _may_capture(self, shape: StepShape) -> bool:
+        """Whether it is a padded size; where all logits of a prompt are asked for it is none."""
+        return self._uses_graphs and (shape.decodes or shape.logits == shape.rows)
+
     def _load(self, shape: StepShape, arrays: list[npt.NDArray[Any]]) -> _Loaded:
         """Copy a step's numbers to the device, in one go; what reads them there."""
         host = self._host[self._turn]
@@ -376,12 +380,11 @@ class Runner:
             flat[start : start + size] = array.view(np.uint8)
             start += size
         self._buffer[:start].copy_(host[:start], non_blocking=True)
-        loaded = self._loaded.get(shape)
-        if loaded is None:
-            if not self._uses_graphs:
-                self._loaded.clear()  # shapes hardly ever come again
-            loaded = self._loaded[shape] = self._views(shape)
-        return loaded
+        if not self._may_capture(shape):  # it hardly ever comes again
+            return self._views(shape)
+        if shape not in self._loaded:
+            self._loaded[shape] = self._views(shape)
+        return self._loaded[shape]
 
     def _views(self, shape: StepShape) -> _Loaded:
         views, start = [], 0
@@ -510,7 +513,7 @@ class Runner:
         self, shape: StepShape, loaded: _Loaded, forward: Callable[[], Tensor | Best]
     ) -> CapturedStep | None:
         """The captured step of this shape, captured now if it is worth while."""
-        if not self._uses_graphs or (not shape.decodes and shape.logits != shape.rows):
+        if not self._may_capture(shape):
             return None
         graph = self._graphs.get(shape)
         if graph is None:

@@ -168,10 +168,6 @@ class Sampler:
         """Whether `sample` reads `uniform`."""
         return bool(self._rows["temperature"][rows].any())
 
-    def needs_host(self, rows: Rows) -> bool:
-        """Whether `sample` calls `generated`: the last step's tokens must be on the host."""
-        return bool(self._rows["has_processors"][rows].any())
-
     # --- a step -----------------------------------------------------------------------------
 
     @torch.no_grad()

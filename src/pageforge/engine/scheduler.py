@@ -17,6 +17,7 @@ import numpy.typing as npt
 from pageforge.engine.sequence import EMPTY, Rows, Sequence
 from pageforge.geometry import ceil_div, pages_for
 from pageforge.memory import PageTable
+from pageforge.memory.prefix import Prefix
 
 
 @dataclass(frozen=True)
@@ -34,8 +35,8 @@ class Pages(Protocol):
     def available(self) -> int:
         """Pages that every group could hand out now."""
 
-    def match(self, sequence: Sequence) -> tuple[int, int]:
-        """(known tokens that cached pages hold already, how many of those pages are in use)."""
+    def match(self, sequence: Sequence) -> Prefix:
+        """The pages that hold its first tokens already."""
 
     def reclaimable(self, table: PageTable) -> int:
         """Pages that would be available if `table` was released."""
@@ -43,11 +44,15 @@ class Pages(Protocol):
 
 @dataclass(frozen=True)
 class Admission:
-    """`sequence` begins to run in `row`, and computes `num_tokens` tokens in this step at most."""
+    """`sequence` begins to run in `row`, and computes `num_tokens` tokens in this step at most.
+
+    `prefix`: known pages that it begins with; None where it has pages, or shares none.
+    """
 
     sequence: Sequence
     row: int
     num_tokens: int
+    prefix: Prefix | None
 
 
 @dataclass(frozen=True)
@@ -172,22 +177,21 @@ def _admit(
             return
         if sequence.parent is not None:
             continue
-        if sequence.table is not None or sequence.swapped is not None:
-            done, held = sequence.num_computed, 0
-            if sequence.table is not None:
-                held = done // size  # whole pages are shared; of the last one it gets its own
-        else:
-            done, held = pages.match(sequence) if sequence.shares else (0, 0)
-            if sequence.shares:
-                page = _page_after(sequence.tokens, done, size)
-                if page in computing and len(sequence.tokens) > page[0] + size:
-                    return  # another row computes it in this step: in the next one it is a hit
-                computing.add(page)
+        prefix, done, held = None, sequence.num_computed, 0
+        if sequence.table is not None:
+            held = done // size  # whole pages are shared; of the last one it gets its own
+        elif sequence.swapped is None and sequence.shares:
+            prefix = pages.match(sequence)
+            done, held = prefix.num_tokens, prefix.num_used
+            page = _page_after(sequence.tokens, done, size)
+            if page in computing and len(sequence.tokens) > page[0] + size:
+                return  # another row computes it in this step: in the next one it is a hit
+            computing.add(page)
         fresh = pages_for(sequence.goal, size) - held
         if fresh + num_running > room:
             return
         num_tokens = min(sequence.goal - done, sequence.step_tokens, budget)
-        yield Admission(sequence, next(free_rows), num_tokens)
+        yield Admission(sequence, next(free_rows), num_tokens, prefix)
         room -= fresh
         budget -= num_tokens
         num_running += 1

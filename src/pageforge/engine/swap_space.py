@@ -36,8 +36,8 @@ class SwapSpace:
         """Copy the pages of the first `num_tokens` tokens out, on the current stream.
 
         None, and nothing happens, where there is no room, or no memory that the host can pin. The
-        table keeps its pages; they may be
-        released at once, for who writes to them next comes later on the stream.
+        table keeps its pages; they may be released at once, for who writes to them next comes later
+        on the stream.
         """
         if self.num_bytes + self._pool.num_bytes(table, num_tokens) > self.max_bytes:
             return None

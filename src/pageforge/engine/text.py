@@ -56,7 +56,8 @@ class Detokenizer:
     That takes a tokenizer whose text only grows at its end. Of another one (its `decode` changes
     text far before the last token), what was shown stays, and only the rest can still be right.
 
-    What `tokenizer.decode` raises passes through; the object is of no use afterwards.
+    What the tokenizer raises, or an interrupt in it, passes through, and the id that was being
+    taken is not: push it again, or call `finish`. (Text of ids before it in the same push is lost.)
 
     Attributes:
         stopped: the stop string that was found, or None. It is found with the token that completes
@@ -128,25 +129,39 @@ class Detokenizer:
 
     def _take(self, token_id: int) -> str:
         """Take one id and return the text that it settles."""
-        self.num_tokens += 1
-        self._ends.append(self._ends[-1])
+        # The tokenizer comes first: where it raises, nothing has changed.
         piece = self._tokenizer.convert_ids_to_tokens(token_id)
         if piece is None:  # models may have more ids than their tokenizer: those have no text
+            self._count()
             return ""
-        self._window.append(token_id)
-        if byte := BYTE_PIECE.fullmatch(piece):
-            self._run[self.num_tokens] = int(byte[1], base=16)
-            if not self._run_stops():
-                return ""  # one more byte may turn all of them into U+FFFD
-        text = self._decode(self._window)
-        if (self._run or len(text) == len(self._text)) and self._skips(token_id):
-            self._window.pop()
+        found = BYTE_PIECE.fullmatch(piece)
+        byte = None if found is None else int(found[1], base=16)
+        if byte is not None and not self._run_stops(byte):
+            self._count(token_id, byte)
+            return ""  # one more byte may turn all of them into U+FFFD
+        window = [*self._window, token_id]
+        text = self._decode(window)
+        is_mute = byte is None and (bool(self._run) or len(text) == len(self._text))
+        if is_mute and self._skips(token_id):
+            self._count()
             return ""
+        newer = window[len(window) // 2 :] if len(window) > WINDOW else []
+        newer_text = self._decode(newer) if newer else ""
+        self._count(token_id, byte)
         settled = self._settle(text, len(text) - text.endswith(UNKNOWN))
         self._ends[-1] = self._start + len(text)
-        if len(self._window) > WINDOW:
-            self._slide()
+        if newer:
+            self._slide(newer, newer_text)
         return settled
+
+    def _count(self, token_id: int | None = None, byte: int | None = None) -> None:
+        """One id more: into the window if it may have text, into the run if it is a byte."""
+        self.num_tokens += 1
+        self._ends.append(self._ends[-1])
+        if token_id is not None:
+            self._window.append(token_id)
+        if byte is not None:
+            self._run[self.num_tokens] = byte
 
     def _settle(self, text: str, length: int) -> str:
         """The window's text is now `text`: returns what is new of its first `length` characters."""
@@ -169,15 +184,13 @@ class Detokenizer:
             self._ends[k] = end
             k -= 1
 
-    def _slide(self) -> None:
-        """Forget the older half of the window.
+    def _slide(self, window: list[int], text: str) -> None:
+        """Forget the older half of the window; `window` is the rest, and `text` its text.
 
         The rest may begin inside a character or a run, and its first piece may lose a space. That
         is harmless: more ids follow, of a byte or more each, than belong to one character, and
         what stands before the last one is settled and never looked at again.
         """
-        window = self._window[len(self._window) // 2 :]
-        text = self._decode(window)
         gone = len(self._text) - len(text)
         self._window, self._text = window, text
         self._start += gone
@@ -212,15 +225,15 @@ class Detokenizer:
                 first = start
         return first
 
-    def _run_stops(self) -> bool:
-        """Whether the run, as far as it goes, completes a stop string: then the text ends here.
+    def _run_stops(self, byte: int) -> bool:
+        """Whether the run with `byte` behind it completes a stop string: then the text ends here.
 
         A line's end is a byte-fallback token to some models, and a common stop string.
         """
         if not self._stop:
             return False
         try:
-            run = bytes(self._run.values()).decode()
+            run = bytes([*self._run.values(), byte]).decode()
         except UnicodeDecodeError:
             return False
         text = self._held + self._text[self._settled :] + run

@@ -175,6 +175,21 @@ class PagedKVCache(DynamicCache):
         cache._state.batch, cache._state.lengths = load_pages(path, pool)
         return cache
 
+    def __repr__(self) -> str:
+        state, batch = self._state, self._state.batch
+        if state.is_freed or batch is None:
+            return f"PagedKVCache({'freed' if state.is_freed else 'empty'})"
+        geometry = batch.pool.geometry
+        num_pages = sum(
+            len({page for table in batch.tables for page in table.pages(group)})
+            for group in range(len(geometry.groups))
+        )
+        num_tokens = max(state.lengths.values(), default=0)
+        return (
+            f"PagedKVCache({len(batch)} rows of {num_tokens} tokens, "
+            f"{num_pages} pages of {geometry.page_size})"
+        )
+
     def __enter__(self) -> PagedKVCache:
         return self
 

@@ -62,7 +62,7 @@ class CacheState:
         self.keeps_past = False  # during assisted decoding nothing may leave a window
         self._pool_arguments = (page_size, max_pages, max_memory)
         self._starts = None if attention_mask is None else leading_zeros(attention_mask)
-        self._freed = False
+        self.is_freed = False
         self.pending: Writes | None = None
         self.version = 0  # counts what makes K/V of earlier forwards another's: crop, select, ...
         self.num_gathers = 0
@@ -164,7 +164,7 @@ class CacheState:
     @property
     def ready_batch(self) -> SequenceBatch | None:
         """The batch, if a step can run at once: there is room for it, and no token is kept back."""
-        if not self._is_ahead or self.pending is not None or self._freed:
+        if not self._is_ahead or self.pending is not None or self.is_freed:
             return None
         return None if self.pool is None or self.pool.is_closed else self.batch
 
@@ -275,9 +275,9 @@ class CacheState:
 
     def free(self) -> None:
         """Release all pages for good."""
-        if not self._freed:
+        if not self.is_freed:
             self._release()
-            self._freed = True
+            self.is_freed = True
 
     def abandon(self) -> None:
         """`free` for a finalizer: never blocks."""
@@ -307,7 +307,7 @@ class CacheState:
 
     def check_live(self) -> None:
         """Raise UseAfterFree if `free` was called."""
-        if self._freed:
+        if self.is_freed:
             raise UseAfterFree("cache: it was freed and holds nothing; make a new PagedKVCache")
 
     def warn(self, reason: str) -> None:

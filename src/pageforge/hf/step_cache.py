@@ -46,7 +46,7 @@ class Inputs(Protocol):
         """K and V pages of a layer."""
 
     def plan(self, group: int, window: int | None) -> DecodePlan | None:
-        """How attention of one query a row is cut."""
+        """How rows of one query are cut; None where attention needs no plan."""
 
 
 class StepCache(Cache):

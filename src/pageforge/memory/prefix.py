@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from itertools import accumulate, takewhile
 from weakref import WeakValueDictionary
 
@@ -55,6 +56,21 @@ class PrefixCursor:
         while place is not None:
             yield place
             place = place.parent
+
+
+@dataclass(frozen=True)
+class Prefix:
+    """Known pages that hold the first `num_tokens` tokens of a sequence, in every layer group.
+
+    `pages`: of each group those that the next token sees, and before a window some more to roll
+    back to. `num_used`: how many pages of the prefix every group has for nothing: others hold them
+    now, or they left the window; cached ones count as available until they are shared.
+    """
+
+    num_tokens: int
+    pages: tuple[list[int], ...]
+    num_used: int
+    cursors: list[PrefixCursor]
 
 
 def chained_hash(parent: bytes, tokens: bytes) -> bytes:

@@ -60,7 +60,8 @@ def attend(
 
     Rows may have one query (decode), several (prefill, or a chunk of it), none, or a mixture, at
     most `max_query_len`. With `batch_invariant` a row's result, to the last bit, does not depend on
-    its neighbours. `plan` (from `plan_decode`, if every row has one query) saves making one.
+    its neighbours. `plan` saves making one: from `plan_decode` with these `cu_query_lens`, or
+    without if every row has one query.
 
     On CUDA the host waits for nothing, and a graph can capture this; lengths are looked at on the
     device alone. A row longer than its pages gives NaN there. Raises ShapeError.
@@ -69,10 +70,10 @@ def attend(
     _check(query, key_pages, value_pages, page_table, seq_lens, options)
     _check_ints("cu_query_lens", cu_query_lens, (seq_lens.shape[0] + 1,), key_pages)
     if plan is not None:
-        if max_query_len > 1:
-            fix = "a plan is for a batch of which every row has one query"
-            raise ShapeError(expected("plan", f"none with {max_query_len=}", "one", fix))
-        _check_plan(plan, page_table, key_pages, options, batch_invariant)
+        # A plan for rows of one query each says nothing of their bounds.
+        is_for_all = max_query_len == 1 and plan.cu_query_lens is None
+        bounds = None if is_for_all else cu_query_lens
+        _check_plan(plan, page_table, key_pages, options, batch_invariant, bounds)
     out, _ = _attend(
         query,
         key_pages,
@@ -160,7 +161,7 @@ def write_and_attend(
         _check(query, key_pages, value_pages, page_table, seq_lens, options)
         _check_new(query, key, value, key_pages, value_pages, seq_lens.shape[0])
         if plan is not None:
-            _check_plan(plan, page_table, key_pages, options, batch_invariant)
+            _check_plan(plan, page_table, key_pages, options, batch_invariant, None)
     arguments = (
         query,
         key,
@@ -187,16 +188,28 @@ def plan_decode(
     *,
     window: int | None = None,
     starts: Tensor | None = None,  # [S] int32
+    cu_query_lens: Tensor | None = None,  # [S + 1] int32
     batch_invariant: bool = False,
 ) -> DecodePlan | None:
-    """How a decode step is cut into pieces: made once, for all layers of a group with this window.
+    """How a step's rows are cut into pieces: made once, for all layers of a group with this window.
 
-    It holds for these `seq_lens`; on the CPU there is nothing to plan. Raises ShapeError.
+    `cu_query_lens`: where rows may have several queries, or none; those of one are planned. It
+    holds for these `seq_lens`; on the CPU there is nothing to plan. Raises ShapeError.
     """
     _check_rows(page_table, seq_lens, starts, window, key_pages)
+    if cu_query_lens is not None:
+        _check_ints("cu_query_lens", cu_query_lens, (seq_lens.shape[0] + 1,), key_pages)
     if not plans(key_pages):
         return None
-    return _plan(seq_lens, page_table, key_pages, window, starts, None, batch_invariant)
+    return _plan(seq_lens, page_table, key_pages, window, starts, cu_query_lens, batch_invariant)
+
+
+def may_have_single_queries(num_tokens: int, num_rows: int, max_query_len: int) -> bool:
+    """Whether `attend` needs a plan: some row may have one query, as far as the host can see.
+
+    With `batch_invariant` it always does.
+    """
+    return max_query_len == 1 or (num_rows > 1 and num_tokens != num_rows * max_query_len)
 
 
 def plans(key_pages: Tensor) -> bool:
@@ -302,6 +315,7 @@ def _check_plan(
     key_pages: Tensor,
     options: Options,
     batch_invariant: bool,
+    cu_query_lens: Tensor | None,
 ) -> None:
     num_rows, num_pages = page_table.shape
     _, num_kv_heads, page_size, key_dim = key_pages.shape
@@ -317,10 +331,14 @@ def _check_plan(
     if plan.purpose != purpose:
         fix = "call plan_decode() for these rows, pages and options"
         raise ShapeError(expected("plan", f"one for {purpose}", plan.purpose, fix))
-    if plan.starts is not options.starts:
-        want = "one made with the tensor that is passed as starts"
-        fix = "pass the same to plan_decode() and here"
-        raise ShapeError(expected("plan", want, "one made with another, or with none", fix))
+    for name, planned, passed in (
+        ("starts", plan.starts, options.starts),
+        ("cu_query_lens", plan.cu_query_lens, cu_query_lens),
+    ):
+        if planned is not passed:
+            want = f"one made with the tensor that is passed as {name}"
+            fix = "pass the same to plan_decode() and here"
+            raise ShapeError(expected("plan", want, "one made with another, or with none", fix))
 
 
 def _check_of_head(name: str, of_head: Tensor, num_heads: int, pages: Tensor) -> None:
@@ -396,11 +414,10 @@ def _attend_cuda(
     lse = None
     if return_lse:
         lse = query.new_full((num_tokens, num_heads), -torch.inf, dtype=torch.float32)
+    # Where all rows have several queries one kernel serves them; but with `batch_invariant` a row
+    # of one is served as it would be among other rows.
     num_rows = seq_lens.shape[0]
-    # Where all rows have several queries, as far as the host can see, one kernel serves them; but
-    # with `batch_invariant` a row of one is served as it would be among other rows.
-    alike = num_rows == 1 or num_tokens == num_rows * max_query_len
-    alone = alike and not batch_invariant
+    singles = batch_invariant or may_have_single_queries(num_tokens, num_rows, max_query_len)
     if max_query_len > 1:
         attend_prefill(
             query,
@@ -411,10 +428,10 @@ def _attend_cuda(
             cu_query_lens,
             out,
             lse=lse,
-            min_query_len=1 if alone else 2,
+            min_query_len=2 if singles else 1,
             **meaning._asdict(),
         )
-    if max_query_len == 1 or not alone:
+    if singles:
         if plan_table is None:
             plan_table = _plan(
                 seq_lens,

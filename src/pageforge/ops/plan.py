@@ -76,6 +76,7 @@ class DecodePlan(NamedTuple):
     max_pieces: int  # what the number of pieces cannot exceed
     purpose: Purpose
     starts: Tensor | None  # [S] int32, the padding that it was made with
+    cu_query_lens: Tensor | None  # [S + 1] int32: only rows of one query are planned; None: all are
 
 
 class Planner:
@@ -107,6 +108,7 @@ class Planner:
         self._bounds = num_rows, slots, tiling.tokens, invariant_pieces
         self.max_pieces = _max_pieces(max_seq_len, *self._bounds)
         self.starts = starts
+        self.cu_query_lens = cu_query_lens
         self._purpose = Purpose(
             num_rows, num_kv_heads, key_dim, dtype, max_seq_len, window, batch_invariant
         )
@@ -154,7 +156,7 @@ class Planner:
         """
         self._launch(length, max_seq_len)
         purpose = self._purpose._replace(max_seq_len=max_seq_len)
-        return DecodePlan(self.table, self.max_pieces, purpose, self.starts)
+        return DecodePlan(self.table, self.max_pieces, purpose, self.starts, self.cu_query_lens)
 
 
 def max_pieces_of(table: Tensor, num_rows: int, num_kv_heads: int) -> int:
