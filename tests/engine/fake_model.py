@@ -18,7 +18,7 @@ from torch import Tensor
 
 from pageforge.engine.core import Core, Flight
 from pageforge.engine.params import SamplingParams
-from pageforge.engine.runner import Best, Step
+from pageforge.engine.runner import Step
 from pageforge.engine.sampler import Sampled
 from pageforge.engine.sequence import Rows
 from pageforge.engine.sequence import Sequence as OneSequence
@@ -155,8 +155,11 @@ class FakeRunner:
                 chosen.append(row)
                 logits.append(-1 if is_spoilt else next_token(value, sequence.seed))
         tokens = torch.tensor(logits, dtype=torch.int64)
-        output = Best(tokens.clamp(min=0), tokens) if greedy else tokens[:, None]
-        return Step(np.array(chosen, np.int64), np.arange(len(chosen)), output, [])
+        rows_chosen, places = np.array(chosen, np.int64), np.arange(len(chosen))
+        if not greedy:
+            return Step(rows_chosen, places, tokens[:, None], None, [])
+        self.keep_tokens(rows_chosen, tokens.clamp(min=0))
+        return Step(rows_chosen, places, None, tokens, [])
 
     def tokens_of(self, rows: Rows, row: int) -> list[int]:
         tokens = rows.tokens[row, : rows.length[row]].tolist()

@@ -258,14 +258,28 @@ def _stale_row(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def _swapped_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
     """The last tokens of two rows change places on the device."""
-    keep_tokens, calls = Runner.keep_tokens, iter(range(1_000_000))
+    finish, calls = Runner._finish, iter(range(1_000_000))
 
-    def swapping(runner: Runner, rows: Any, tokens: torch.Tensor) -> None:
+    def swapping(runner: Runner, *arguments: Any) -> torch.Tensor:
+        output = finish(runner, *arguments)
         if next(calls) == 20:
-            tokens = tokens.roll(1)
-        keep_tokens(runner, rows, tokens)
+            runner.last_tokens[:4] = runner.last_tokens[:4].roll(1)
+        return output
 
-    monkeypatch.setattr(Runner, "keep_tokens", swapping)
+    monkeypatch.setattr(Runner, "_finish", swapping)
+
+
+def _not_counted_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A step that goes on from the last one finds a row's length as it was."""
+    finish, calls = Runner._finish, iter(range(1_000_000))
+
+    def forgetting(runner: Runner, shape: Any, loaded: Any, logits: torch.Tensor) -> torch.Tensor:
+        output = finish(runner, shape, loaded, logits)
+        if next(calls) % 5 == 0:
+            loaded.inputs.seq_lens[0] -= 1
+        return output
+
+    monkeypatch.setattr(Runner, "_finish", forgetting)
 
 
 def _lost_swap_in(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -298,6 +312,7 @@ FAULTS = [
     None,
     _stale_row,
     _swapped_tokens,
+    _not_counted_up,
     _lost_swap_in,
     _lost_swap_out,
     _wrong_position,

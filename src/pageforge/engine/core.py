@@ -22,7 +22,7 @@ from pageforge.batch import to_device
 from pageforge.engine.draw import uniforms
 from pageforge.engine.logprobs import Logprobs, token_logprobs
 from pageforge.engine.outputs import FinishReason
-from pageforge.engine.runner import NO_TOKEN, Best, Runner, Step
+from pageforge.engine.runner import NO_TOKEN, Runner, Step
 from pageforge.engine.sampler import Sampler
 from pageforge.engine.scheduler import Admission, Limits, plan
 from pageforge.engine.sequence import Rows, Sequence
@@ -36,8 +36,15 @@ from pageforge.pool import PagePool
 
 logger = logging.get_logger(__name__)
 
-MAPPED_AHEAD = 2
-"""Steps of decoding for whose pages there is memory before they come."""
+GROWN_AHEAD = 4
+"""Tokens for which rows have pages beforehand where there are plenty. It takes the host as long to
+claim those of several steps as those of one."""
+
+MANY = 32
+"""Running sequences from which on some need a page in every step or two."""
+
+MAPPED_AHEAD = 2 * GROWN_AHEAD
+"""Tokens for whose pages there is memory before they are claimed."""
 
 NO_TOKENS = torch.empty(0, dtype=torch.int64)
 
@@ -72,8 +79,8 @@ class Listener(Protocol):
 class Flight:
     """A step that was launched and not looked at yet: what it samples, and for whom.
 
-    `rows [R]`: the sampled ones, with their `epochs` when it was launched. `tokens [R]`: int64 on
-    the host, NO_TOKEN where logits made no sense, complete once `done` has come.
+    `rows [R]`: the sampled ones, with their `epochs` when it was launched. `tokens [R or more]`:
+    int64 on the host, NO_TOKEN where logits made no sense, complete once `done` has come.
     """
 
     sequences: list[Sequence | None]  # of all rows then
@@ -126,6 +133,7 @@ class Core:
         self._flights: deque[Flight] = deque()  # launched, the oldest first
         self._arrived: deque[tuple[Flight, int]] = deque()  # tokens that may mean something
         self._ending: deque[tuple[Sequence, FinishReason, Any]] = deque()  # as those have said
+        self._copies: list[tuple[Tensor, torch.cuda.Event]] = []  # that are free for a flight
         self._kept: list[Any] = []
         self._parents: list[Sequence] = []
         self._has_windows = any(group.shape.window for group in pool.geometry.groups)
@@ -302,9 +310,12 @@ class Core:
         """Claim the pages that the step writes to. Raises OutOfPages."""
         rows, size = self.rows, self.pool.geometry.page_size
         lengths = rows.computed + counts
-        short = np.flatnonzero(lengths > rows.room)
-        if not len(short):
+        if not (lengths > rows.room).any():
             return
+        is_many = rows.num_running >= MANY
+        if is_many and self.pool.num_available > 2 * rows.num_running:  # a page for all, and some
+            lengths = np.minimum(lengths + GROWN_AHEAD, np.maximum(lengths, rows.most_computed))
+        short = np.flatnonzero(lengths > rows.room)
         if self._has_windows:
             tables = [rows.at(row).pages for row in short.tolist()]
             self.pool.slide(tables, rows.computed[short].tolist())
@@ -391,26 +402,31 @@ class Core:
         return mask
 
     def _sample(self, step: Step) -> Flight:
-        """Choose a token for each of the step's rows; the next step finds them on the device."""
+        """Choose a token for each of the step's rows; the next step finds it on the device."""
         rows, chosen = self.rows, step.rows
         flight = Flight(rows.sequences.copy(), chosen, rows.epoch[chosen], NO_TOKENS, None)
-        if isinstance(step.output, Best):
-            tokens, shown = (_lines(each, step.places) for each in step.output)
+        if step.tokens is not None:
+            tokens = _lines(step.tokens, step.places)
         else:
-            tokens, shown = self._sample_from(step.output, step, flight)
-        self.runner.keep_tokens(chosen, tokens)
-        if shown.is_cuda:
-            pinned = torch.empty(shown.shape, dtype=shown.dtype, pin_memory=True)
-            shown = pinned.copy_(shown, non_blocking=True)
-            flight.done = torch.cuda.Event()
+            tokens = self._sample_from(step, flight)
+        if tokens.is_cuda:
+            flight.tokens, flight.done = self._copies.pop() if self._copies else self._new_copy()
+            flight.tokens[: len(tokens)].copy_(tokens, non_blocking=True)
             flight.done.record()
-        flight.tokens = shown
+        else:
+            flight.tokens = tokens
         flight.kept, self._kept = self._kept, []
         return flight
 
-    def _sample_from(self, logits: Tensor, step: Step, flight: Flight) -> tuple[Tensor, Tensor]:
-        """(the tokens, the same with NO_TOKEN where logits make no sense); the rest to `flight`."""
-        rows, chosen = self.rows, step.rows
+    def _new_copy(self) -> tuple[Tensor, torch.cuda.Event]:
+        """Where a step's tokens come to on the host, and the event after it."""
+        size = self._limits.max_running
+        return torch.empty(size, dtype=torch.int64, pin_memory=True), torch.cuda.Event()
+
+    def _sample_from(self, step: Step, flight: Flight) -> Tensor:
+        """The step's tokens, NO_TOKEN where logits make no sense; the rest to `flight`."""
+        rows, chosen, logits = self.rows, step.rows, step.logits
+        assert logits is not None
         num_generated = (rows.length + rows.pending - rows.prompt)[chosen].astype(np.int64)
         uniform = torch.empty(0)
         if self._sampler.draws(chosen):
@@ -423,7 +439,8 @@ class Core:
             (rows.at(row), first, self._prompt_logprobs(logits[start:stop], row, first))
             for row, first, start, stop in step.spans
         ]
-        return sampled.tokens, sampled.tokens.masked_fill(sampled.bad, NO_TOKEN)
+        self.runner.keep_tokens(chosen, sampled.tokens)
+        return sampled.tokens.masked_fill(sampled.bad, NO_TOKEN)
 
     def _prompt_logprobs(self, logits: Tensor, row: int, first: int) -> Logprobs:
         """Of the prompt tokens from position `first` on, given the logits before each."""
@@ -461,8 +478,11 @@ class Core:
         self._take_arrived()  # those that an interrupt has left
         while len(self._flights) > in_flight:
             self._wait_for(self._flights[0])
-            self._note(self._flights.popleft())
+            flight = self._flights.popleft()
+            self._note(flight)
             self._take_arrived()
+            if flight.done is not None:
+                self._copies.append((flight.tokens, flight.done))
 
     def _wait_for(self, flight: Flight) -> None:
         """Have what a step gives on the host. An interrupt while it waits loses nothing."""
@@ -476,7 +496,7 @@ class Core:
 
     def _note(self, flight: Flight) -> None:
         """Make a step's tokens known; all rows at once, however many there are."""
-        tokens = flight.tokens.numpy()
+        tokens = flight.tokens.numpy()[: len(flight.rows)]
         is_current = self.rows.epoch[flight.rows] == flight.epochs
         rows, found = flight.rows[is_current], tokens[is_current]
         lengths = self.rows.length[rows]

@@ -60,27 +60,19 @@ class StepShape(NamedTuple):
     is_greedy: bool  # it gives the best tokens, and not the logits
 
 
-class Best(NamedTuple):
-    """The best token of each line of logits, `[R or more]` int64 on the device.
-
-    `shown`: the same for the host to see, NO_TOKEN where the logits hold NaN or leave no token.
-    """
-
-    tokens: Tensor
-    shown: Tensor
-
-
 class Step(NamedTuple):
     """A step that was launched.
 
     `rows [R]`: those that know no more tokens after it, so that one is to be sampled for each, from
-    `logits[places]`, or is `best[places]`. `spans`: of prompts whose logits are all asked for, each
-    (row, position of the first token that they are about, first of the logits, behind the last).
+    `logits[places]`, or is `tokens[places]`. `spans`: of prompts whose logits are all asked for,
+    each (row, position of the first token that they are about, first of the logits, behind the
+    last).
     """
 
     rows: npt.NDArray[np.int64]
     places: npt.NDArray[np.int64]
-    output: Tensor | Best  # of [R or more, V] logits
+    logits: Tensor | None  # [R or more, V]
+    tokens: Tensor | None  # [R or more] int64, the best; NO_TOKEN where logits made no sense
     spans: list[tuple[int, int, int, int]]
 
 
@@ -94,6 +86,19 @@ class _Loaded(NamedTuple):
     inputs: PackedInputs
     logit_places: Tensor | None
     changes: list[tuple[Tensor, Tensor]]
+
+
+class _Again(NamedTuple):
+    """What the next step has to be to go on from what the device has counted up itself.
+
+    `counts`, `computed`: `[max_running]`, tokens that the rows compute in it and before it.
+    """
+
+    counts: npt.NDArray[np.int32]
+    computed: npt.NDArray[np.int32]
+    shape: StepShape
+    loaded: _Loaded
+    rows: npt.NDArray[np.int64]  # of Step, as last time
 
 
 class Runner:
@@ -155,6 +160,8 @@ class Runner:
         self._marks = -1 - np.arange(most_rows)  # of tokens that only the device may know yet
         self._turn = 0
         self._loaded: dict[StepShape, _Loaded] = {}
+        self._sent: tuple[Tensor, Tensor] | None = None  # the latest copy of a step's numbers
+        self._again: _Again | None = None
         self._graphs: dict[StepShape, CapturedStep | str] = {}
         self._times: Counter[StepShape] = Counter()
         self._memory: GraphMemory | None = None
@@ -186,8 +193,8 @@ class Runner:
             prefill = rows.wanted - 1
             self.launch(rows, prefill, None)
             rows.computed += prefill
-            together = self.launch(rows, rows.wanted, None).output
-            assert isinstance(together, Tensor)
+            together = self.launch(rows, rows.wanted, None).logits
+            assert together is not None
             for row, prompt in enumerate(prompts):
                 tokens = torch.tensor([prompt], device=self._device)
                 alone = self._model(input_ids=tokens, use_cache=False).logits[0, -1]
@@ -249,24 +256,42 @@ class Runner:
         `asking`: rows for whose prompts all logits are wanted, where there are such. `greedy`: the
         best tokens are all that is, and a step that only decodes may give them itself.
         """
+        again, self._again = self._again, None
+        if asking is None and again is not None and self._goes_on(again, rows, counts, greedy):
+            step = self._run(again.shape, again.loaded, again.rows)
+            np.add(again.computed, counts, out=again.computed)
+            self._again = again
+            return step
         end = int(counts.nonzero()[0][-1]) + 1
-        counts = counts[:end]
-        known = rows.length[:end] + rows.pending[:end]
-        chosen = np.flatnonzero((counts > 0) & (rows.computed[:end] + counts == known))
-        spans: list[tuple[int, int, int, int]] = []
-        if asking is None and int(counts.max()) == 1:
-            shape, arrays = self._decode_arrays(rows, counts, greedy)
-            places, longest = chosen, 1
-        else:
+        all_counts, counts = counts, counts[:end]
+        computed, length = rows.computed[:end], rows.length[:end]
+        chosen = np.flatnonzero((counts > 0) & (computed + counts == length + rows.pending[:end]))
+        if asking is not None or int(counts.max()) > 1:
             self._send_pages()
             shape, arrays, places, spans = self._mixed_arrays(rows, counts, chosen, asking)
-            longest = int(counts.max())
+            loaded = self._load(shape, arrays)
+            loaded.inputs.max_query_len = int(counts.max())
+            return self._run(shape, loaded, chosen, places, spans)
+        known = np.flatnonzero((counts > 0) & (computed < length))
+        shape, arrays = self._decode_arrays(rows, counts, known, greedy)
         loaded = self._load(shape, arrays)
-        loaded.inputs.max_query_len = longest
-        step = Step(chosen, places, self._run(shape, loaded), spans)
+        step = self._run(shape, loaded, chosen)
         for changed in self._changed:
             changed.clear()
+        if not len(known) and len(chosen) == np.count_nonzero(counts):
+            self._again = _Again(all_counts, rows.computed + all_counts, shape, loaded, chosen)
         return step
+
+    def _goes_on(
+        self, again: _Again, rows: Rows, counts: npt.NDArray[np.int32], greedy: bool
+    ) -> bool:
+        """Whether the same rows decode once more, in pages that they have."""
+        return (
+            greedy == again.shape.is_greedy
+            and not any(self._changed)
+            and np.array_equal(counts, again.counts)
+            and np.array_equal(rows.computed, again.computed)
+        )
 
     def keep_tokens(self, rows: npt.NDArray[np.int64], tokens: Tensor) -> None:
         """`tokens [R]` are the last ones of `rows`, for the next step to read on the device."""
@@ -276,16 +301,22 @@ class Runner:
             self.last_tokens.index_copy_(0, to_device(rows, self._device), tokens)
 
     def _decode_arrays(
-        self, rows: Rows, counts: npt.NDArray[np.int32], greedy: bool
+        self,
+        rows: Rows,
+        counts: npt.NDArray[np.int32],
+        known: npt.NDArray[np.int64],
+        greedy: bool,
     ) -> tuple[StepShape, list[npt.NDArray[Any]]]:
-        """(padded sizes, a step's numbers); changes of page tables are among them, if they fit."""
+        """(padded sizes, a step's numbers); changes of page tables are among them, if they fit.
+
+        `known`: rows whose token the host knows.
+        """
         end = len(counts)
         padded = min(self._rounded(end), len(rows)) if self._uses_graphs else end
         computed = rows.computed[:end]
         tokens, positions = np.zeros(padded, np.int64), np.zeros(padded, np.int64)
         lengths = np.zeros(padded, np.int32)
         tokens[:end] = self._marks[:end]
-        known = np.flatnonzero(computed < rows.length[:end])
         if len(known):
             tokens[known] = rows.tokens[known, computed[known]]
         positions[:end] = computed
@@ -379,7 +410,8 @@ class Runner:
         for array, size in zip(arrays, _sizes(shape, len(self._page_tables)), strict=True):
             flat[start : start + size] = array.view(np.uint8)
             start += size
-        self._buffer[:start].copy_(host[:start], non_blocking=True)
+        self._sent = self._buffer[:start], host[:start]
+        self._send()
         if not self._may_capture(shape):  # it hardly ever comes again
             return self._views(shape)
         if shape not in self._loaded:
@@ -416,26 +448,45 @@ class Runner:
         )
         return _Loaded(inputs, logit_places, changes)
 
-    def _run(self, shape: StepShape, loaded: _Loaded) -> Tensor | Best:
+    def _send(self) -> None:
+        """Copy the latest step's numbers to the device (once more)."""
+        assert self._sent is not None
+        self._sent[0].copy_(self._sent[1], non_blocking=True)
+
+    def _run(
+        self,
+        shape: StepShape,
+        loaded: _Loaded,
+        rows: npt.NDArray[np.int64],
+        places: npt.NDArray[np.int64] | None = None,
+        spans: list[tuple[int, int, int, int]] | None = None,
+    ) -> Step:
+        """Run a step; `rows`, `places` (as `rows` by default) and `spans` of Step."""
         self._pool.use_stream(self._device)
-
-        def forward() -> Tensor | Best:
-            return self._output(shape, self._forward(loaded))
-
-        graph = self._graph(shape, loaded, forward)
+        graph = self._graph(shape, loaded)
         if graph is None:
-            return forward()
-        graph.replay()
-        self.num_replays += 1
-        output: Tensor | Best = graph.outputs
-        return output
+            output = self._finish(shape, loaded, self._forward(loaded))
+        else:
+            graph.replay()
+            self.num_replays += 1
+            output = graph.outputs
+        logits, tokens = (None, output) if shape.is_greedy else (output, None)
+        return Step(rows, rows if places is None else places, logits, tokens, spans or [])
 
-    def _output(self, shape: StepShape, logits: Tensor) -> Tensor | Best:
-        """What a step gives."""
+    def _finish(self, shape: StepShape, loaded: _Loaded, logits: Tensor) -> Tensor:
+        """What a step gives, and has to leave for the next one of the same rows."""
+        if not shape.decodes:
+            return logits
+        inputs = loaded.inputs
+        active = inputs.seq_lens > 0
+        inputs.positions += active
+        inputs.seq_lens += active
         if not shape.is_greedy:
             return logits
         best, tokens = logits.max(-1)  # of equal ones the first; NaN beats all
-        return Best(tokens, tokens.masked_fill(~(best > -torch.inf), NO_TOKEN))
+        last_tokens = self.last_tokens[: len(tokens)]
+        last_tokens.copy_(torch.where(active, tokens, last_tokens))
+        return tokens.masked_fill(~(best > -torch.inf), NO_TOKEN)
 
     def _forward(self, loaded: _Loaded) -> Tensor:  # [R, V]
         arguments = self._arguments(loaded)
@@ -509,9 +560,7 @@ class Runner:
         self._times.clear()
         self._state = self._memory = self._compiled = None
 
-    def _graph(
-        self, shape: StepShape, loaded: _Loaded, forward: Callable[[], Tensor | Best]
-    ) -> CapturedStep | None:
+    def _graph(self, shape: StepShape, loaded: _Loaded) -> CapturedStep | None:
         """The captured step of this shape, captured now if it is worth while."""
         if not self._may_capture(shape):
             return None
@@ -520,7 +569,7 @@ class Runner:
             self._times[shape] += 1
             if not shape.decodes and self._times[shape] < WORTHWHILE:
                 return None
-            graph = self._graphs[shape] = self._capture(shape, loaded, forward)
+            graph = self._graphs[shape] = self._capture(shape, loaded)
         if isinstance(graph, str):
             if not self.eager_steps[graph]:
                 logger.warning("engine: steps run eagerly: %s", graph)
@@ -528,12 +577,10 @@ class Runner:
             return None
         return graph
 
-    def _capture(
-        self, shape: StepShape, loaded: _Loaded, forward: Callable[[], Tensor | Best]
-    ) -> CapturedStep | str:
+    def _capture(self, shape: StepShape, loaded: _Loaded) -> CapturedStep | str:
         """A captured step, or why there can be none.
 
-        What it runs meanwhile does no harm: the same tokens are written to the same places.
+        What it runs meanwhile does no harm: what it counts up is set back.
         """
         if not self._allow_hooks and (reason := hooks_on(self._model)) is not None:
             return reason
@@ -541,13 +588,14 @@ class Runner:
             stream = torch.cuda.Stream(self._device)
             self._memory = GraphMemory(torch.cuda.graph_pool_handle(), stream)
         state, inputs = ModelState(self._model), loaded.inputs
-        before = inputs.max_query_len
+        before, last_tokens = inputs.max_query_len, self.last_tokens.clone()
         inputs.max_query_len = 1 if shape.decodes else shape.tokens
         began = time.perf_counter()
         try:
+            forward: Callable[[_Loaded], Tensor] = self._forward
             if self._compile and shape.decodes:
-                forward = self._compiled_step(shape, loaded)
-            step = CapturedStep(forward, self._memory)
+                forward = self._compiled_forward(loaded)
+            step = CapturedStep(lambda: self._finish(shape, loaded, forward(loaded)), self._memory)
         except torch.cuda.OutOfMemoryError:
             return "there is not enough memory to capture a step"
         except Exception as error:  # whatever a model does that a graph cannot repeat
@@ -555,6 +603,8 @@ class Runner:
             return f"a step cannot be captured: {error}"
         finally:
             inputs.max_query_len = before
+            self._send()
+            self.last_tokens.copy_(last_tokens)
         if (change := state.change()) is not None:
             return f"{change} in each forward"
         self._state = self._state or state
@@ -562,15 +612,15 @@ class Runner:
         self.capture_seconds += time.perf_counter() - began
         return step
 
-    def _compiled_step(self, shape: StepShape, loaded: _Loaded) -> Callable[[], Tensor | Best]:
-        """The step compiled, the windows of its layers being known from an eager run."""
+    def _compiled_forward(self, loaded: _Loaded) -> Callable[[_Loaded], Tensor]:
+        """`_forward` compiled, the windows of its layers being known from an eager run."""
         if self._windows is None:
             self._forward(loaded)
         if self._windows is None:
             raise UnsupportedModel("compile: expected each layer to attend to its own K/V")
         if self._compiled is None:
             self._compiled = torch.compile(self._model.forward)
-        return lambda: self._output(shape, self._forward_compiled(loaded))
+        return self._forward_compiled
 
 
 def _padded(
