@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from tests.bench.written import write
 from tests.cli.conftest import said
 
 from pageforge.bench.questions import Question
@@ -12,12 +13,12 @@ from pageforge.bench.run import Run
 from pageforge.cli import bench_all
 
 
-@pytest.mark.parametrize("command", ["all", "kernels", "latency", "throughput"])
+@pytest.mark.parametrize("command", ["all", "compare", "kernels", "latency", "throughput"])
 def test_help_has_examples(invoke, command: str) -> None:
     done = invoke("bench", command, "--help")
     assert done.exit_code == 0
     assert f"pageforge bench {command}" in said(done.stdout)
-    assert "--out" in done.stdout
+    assert ("--out" in done.stdout) is (command != "compare")
 
 
 def test_bench_alone_lists_its_commands(invoke) -> None:
@@ -62,6 +63,18 @@ def test_all_questions(invoke, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     assert done.stdout.index("one: One?") < done.stdout.index("two: Two?")
 
 
+def test_compare(invoke, tmp_path: Path) -> None:
+    for name, value in (("a", 1.0), ("b", 3.0)):
+        write(tmp_path / name, "vram", {"section": "s", "value_ms": value})
+    done = invoke("bench", "compare", tmp_path / "a", tmp_path / "b")
+    assert done.exit_code == 0, done.output
+    assert "its one case  value_ms  1  3  3.000      -" in done.stdout
+    (tmp_path / "b" / "vram.jsonl").write_text("something else\n")
+    done = invoke("bench", "compare", tmp_path / "a", tmp_path / "b")
+    assert done.exit_code == 1
+    assert "vram.jsonl, line 1: not JSON" in said(done.stderr)
+
+
 def test_throughput_on_the_cpu(invoke, tmp_path: Path) -> None:
     out = tmp_path / "results"
     arguments = ("--device", "cpu", "--only", "uniform", "--way", "engine", "--requests", "5")
@@ -92,6 +105,7 @@ def test_throughput_on_the_cpu(invoke, tmp_path: Path) -> None:
         (("throughput", "--only", "everything"), 2, "expected one of first-token, uniform"),
         (("throughput", "--way", "magic"), 2, "expected one of engine, engine compiled"),
         (("throughput", "--dtype", "int8"), 2, "expected one of float32, float16"),
+        (("compare", "/nowhere", "/nowhere"), 2, "does not exist"),
         (("latency", "--device", "toaster"), 1, "expected cpu or cuda"),
     ],
 )

@@ -167,7 +167,7 @@ def _report(
         "prompt": prompt,
         "steps": count,
         "padded": plan.pads is not None,
-        "cudnn": _cudnn(bench),
+        "cudnn": "on" if torch.backends.cuda.cudnn_sdp_enabled() else "off",
     }
     base, kv_bytes = lanes.get(BASE), _kv_bytes(bench, plan.batch, prompt + WARMUP + count // 2)
     rows: list[tuple[object, ...]] = []
@@ -204,20 +204,13 @@ COLUMNS = {
 """The fields that are shown, and what they are called."""
 
 
-def _cudnn(bench: LatencyBench) -> str | None:
-    """Whether torch may choose cuDNN's attention; None where there is no cuDNN."""
-    if bench.device.type != "cuda":
-        return None
-    return "on" if torch.backends.cuda.cudnn_sdp_enabled() else "off"
-
-
 def _title(case: Mapping[str, Any]) -> str:
     parts = [
         f"{case['model']}, batch {case['batch']}",
         f"prompt {case['prompt']}" + (", left-padded" if case["padded"] else ""),
         f"{case['steps']} steps",
+        f"cuDNN attention {case['cudnn']}",
     ]
-    parts += [] if case["cudnn"] is None else [f"cuDNN attention {case['cudnn']}"]
     return ", ".join(parts)
 
 

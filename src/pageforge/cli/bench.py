@@ -4,7 +4,14 @@ from __future__ import annotations
 
 import typer
 
-from pageforge.cli import bench_all, bench_kernels, bench_latency, bench_throughput, options
+from pageforge.cli import (
+    bench_all,
+    bench_compare,
+    bench_kernels,
+    bench_latency,
+    bench_throughput,
+    options,
+)
 
 
 def register(app: typer.Typer) -> None:
@@ -16,5 +23,6 @@ def register(app: typer.Typer) -> None:
         (bench_throughput.throughput, bench_throughput.EXAMPLES),
     ):
         bench.command(epilog=options.examples(*examples))(command)
+    bench.command(epilog=options.examples(*bench_compare.EXAMPLES))(bench_compare.compare)
     bench.command("all", epilog=options.examples(*bench_all.EXAMPLES))(bench_all.everything)
     app.add_typer(bench, name="bench")
