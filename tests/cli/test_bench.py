@@ -13,12 +13,12 @@ from pageforge.bench.run import Run
 from pageforge.cli import bench_all
 
 
-@pytest.mark.parametrize("command", ["all", "compare", "kernels", "latency", "throughput"])
+@pytest.mark.parametrize("command", ["all", "check", "compare", "kernels", "latency", "throughput"])
 def test_help_has_examples(invoke, command: str) -> None:
     done = invoke("bench", command, "--help")
     assert done.exit_code == 0
     assert f"pageforge bench {command}" in said(done.stdout)
-    assert ("--out" in done.stdout) is (command != "compare")
+    assert ("--out" in done.stdout) is (command not in ("check", "compare"))
 
 
 def test_bench_alone_lists_its_commands(invoke) -> None:
@@ -73,6 +73,18 @@ def test_compare(invoke, tmp_path: Path) -> None:
     done = invoke("bench", "compare", tmp_path / "a", tmp_path / "b")
     assert done.exit_code == 1
     assert "vram.jsonl, line 1: not JSON" in said(done.stderr)
+
+
+def test_check(invoke, tmp_path: Path) -> None:
+    record = {"section": "memory", "pages_claimed": 5, "pages_returned": 5}
+    write(tmp_path, "latency", record)
+    done = invoke("bench", "check", tmp_path)
+    assert done.exit_code == 0, done.output
+    assert "1 files, 1 results: nothing wrong" in done.stdout
+    write(tmp_path, "latency", {**record, "pages_returned": 4})
+    done = invoke("bench", "check", tmp_path)
+    assert done.exit_code == 1
+    assert "pages_claimed 5, but pages_returned 4" in said(done.stderr)
 
 
 def test_throughput_on_the_cpu(invoke, tmp_path: Path) -> None:

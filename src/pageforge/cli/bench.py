@@ -6,6 +6,7 @@ import typer
 
 from pageforge.cli import (
     bench_all,
+    bench_check,
     bench_compare,
     bench_kernels,
     bench_latency,
@@ -24,5 +25,6 @@ def register(app: typer.Typer) -> None:
     ):
         bench.command(epilog=options.examples(*examples))(command)
     bench.command(epilog=options.examples(*bench_compare.EXAMPLES))(bench_compare.compare)
+    bench.command(epilog=options.examples(*bench_check.EXAMPLES))(bench_check.check)
     bench.command("all", epilog=options.examples(*bench_all.EXAMPLES))(bench_all.everything)
     app.add_typer(bench, name="bench")
