@@ -18,6 +18,7 @@ from typing import Any
 
 from pageforge.bench.report import cell
 from pageforge.bench.results import ResultFile, read_folder
+from pageforge.errors import ResultsError
 
 ROOT = Path(__file__).parents[1]
 README = ROOT / "README.md"
@@ -68,14 +69,22 @@ class ResultSet:
 def read_sets(current: Path) -> list[ResultSet]:
     """All of `<machine>/<model>` in a folder, by name; none where there is no such folder."""
     return [
-        ResultSet(
-            folder.parent.name,
-            folder.name,
-            {file.question: file for file in read_folder(folder)},
-        )
+        ResultSet(folder.parent.name, folder.name, _of_model(read_folder(folder), folder.name))
         for folder in sorted(current.glob("*/*"))
         if folder.is_dir()
     ]
+
+
+def _of_model(files: Sequence[ResultFile], model: str) -> dict[str, ResultFile]:
+    """The files by question. Raises ResultsError where one is of another model than its folder."""
+    for file in files:
+        for record in file.results if file.question in TABLES else ():
+            if record.get("model", model) != model:
+                raise ResultsError(
+                    f"{file.path}: expected results of {model}, as its folder is called, got "
+                    f"{record['model']}; measure with --model {model}"
+                )
+    return {file.question: file for file in files}
 
 
 # --- Markdown -------------------------------------------------------------------------------
@@ -320,8 +329,9 @@ def block(sets: Sequence[ResultSet]) -> str:
         lines += ["", f"### {title}", ""]
         written = list(write(sets))
         missing = list(_missing(sets, question))
-        lines += written
-        lines += ["", *missing] if written and missing else missing
+        lines += [*written, *([""] if written and missing else []), *missing]
+        if not written and not missing:
+            lines += ["Not measured."]
     return "\n".join(lines) + "\n"
 
 

@@ -7,6 +7,8 @@ from pathlib import Path
 import pytest
 from tests.bench.written import write
 
+from pageforge.errors import ResultsError
+
 readme_table = pytest.importorskip("benchmarks.readme_table")
 
 H200 = {"device": "cuda", "gpu": "NVIDIA H200", "torch": "2.13", "commit": "abc"}
@@ -184,6 +186,18 @@ def test_tables_are_whole(lines: list[str]) -> None:
             assert cells == columns, line
         elif not line.startswith("|"):
             columns = None
+
+
+def test_results_of_another_model_than_the_folder_s_are_refused(tmp_path: Path) -> None:
+    write(tmp_path / "cpu" / "smollm2", "latency", {**LATENCY[0], "model": "tiny"})
+    with pytest.raises(ResultsError, match=r"expected results of smollm2.* got tiny"):
+        readme_table.read_sets(tmp_path)
+
+
+def test_a_file_with_nothing_to_show(tmp_path: Path) -> None:
+    write(tmp_path / "cpu" / "gpt2", "latency", {"section": "ceilings"})
+    lines = readme_table.block(readme_table.read_sets(tmp_path)).splitlines()
+    assert lines[lines.index("### A decode step") + 2] == "Not measured."
 
 
 def test_without_results_there_is_nothing(tmp_path: Path) -> None:
