@@ -27,7 +27,7 @@ def problems(files: Sequence[ResultFile]) -> list[str]:
     if QUESTIONS.keys() <= {file.question for file in files}:
         records = [record for file in files for record in file.results]
         for names in ((CLAIMED, RETURNED), (PAGES,)):
-            if not any(all(name in record for name in names) for record in records):
+            if not any(all(record.get(n) is not None for n in names) for record in records):
                 found.append(f"no result has {' and '.join(names)}: nothing shows that they hold")
     return found
 
