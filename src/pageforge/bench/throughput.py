@@ -19,10 +19,9 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
-from pageforge.bench import ceilings, workloads
+from pageforge.bench import workloads
 from pageforge.bench.ceilings import matmul_ceiling, read_ceiling
 from pageforge.bench.context import dtype_name
-from pageforge.bench.decode import cudnn_attention
 from pageforge.bench.engine_probe import (
     StepLog,
     costs_of,
@@ -32,8 +31,9 @@ from pageforge.bench.engine_probe import (
     steady_tokens,
 )
 from pageforge.bench.harness import failure, percentile, rotated, synchronize
-from pageforge.bench.models import twin
+from pageforge.bench.models import make_model, make_tokenizer, twin
 from pageforge.bench.report import table
+from pageforge.bench.run import Run, run_sections
 from pageforge.bench.serving import (
     BASE,
     WAYS,
@@ -44,13 +44,11 @@ from pageforge.bench.serving import (
     padded,
     params_of,
 )
+from pageforge.bench.settings import cudnn_attention
 from pageforge.bench.throughput_context import ThroughputBench
-from pageforge.bench.workloads import Job
+from pageforge.bench.workloads import Job, Size
 from pageforge.engine.engine import Engine, EngineStats
 from pageforge.geometry import pages_for
-
-READ_BYTES = {"cuda": ceilings.READ_BYTES, "cpu": 256 << 20}
-"""What the read ceiling is measured on: many times the caches."""
 
 PAGE_SIZE = 16
 """The engine's default."""
@@ -67,29 +65,54 @@ SQUEEZE = 10
 LOOKED_AT = 16
 """Outputs that differ whose cause is looked for."""
 
+TRIAL = 8
+"""By which a trial's counts and lengths are divided."""
+
+TRIAL_RUNNING, TRIAL_STEPS = (8,), 16
+
+
+def run_all(given: Run) -> None:
+    """Every section, at sizes for the device and the time."""
+    run(bench_of(given))
+
+
+def bench_of(
+    given: Run, *, dtype: torch.dtype | None = None, requests: int | None = None
+) -> ThroughputBench:
+    """What the sections are given in a run; a trial with `quick`, and on the CPU unless asked."""
+    name = given.model or ("tiny" if given.on_cpu else "gpt2")
+    model = make_model(name, given.device, dtype)
+    is_trial = given.quick or name == "tiny"
+    bench = ThroughputBench(
+        model,
+        name,
+        make_tokenizer(int(model.config.vocab_size)),
+        given.report,
+        given.console,
+        given.budget,
+        Size(int(model.config.max_position_embeddings), TRIAL if is_trial else 1, requests),
+    )
+    if is_trial:
+        bench.repeats, bench.running, bench.host_steps = 1, TRIAL_RUNNING, TRIAL_STEPS
+    return bench
+
 
 def run(bench: ThroughputBench, only: Sequence[str] = ()) -> None:
     """The sections named, or all, in order. cuDNN attention is off, for `generate`'s sake."""
-    bench.read = read_ceiling(bench.device, READ_BYTES[bench.device.type])
+    bench.read = read_ceiling(bench.device)
     bench.flops = matmul_ceiling(bench.device, bench.model.dtype)
     bench.report.add(
-        section="ceilings", read_bytes_per_s=bench.read, matmul_flops_per_s=bench.flops
+        section="ceilings",
+        model=bench.name,
+        read_bytes_per_s=bench.read,
+        matmul_flops_per_s=bench.flops,
     )
     bench.console.print(
         f"read ceiling {bench.read / 1e9:,.0f} GB/s, matrix products {bench.flops / 1e12:,.3g} "
         f"TFLOP/s in {dtype_name(bench.model.dtype)}; text by a made-up tokenizer\n"
     )
     with cudnn_attention(False), _quiet():
-        for name, section in SECTIONS.items():
-            if (not only or name in only) and bench.budget.allows(name):
-                try:
-                    section(bench)
-                except Exception as error:  # what the others find must not be lost
-                    bench.report.add(section=name, failure=failure(error))
-                    bench.console.print(f"{name}: {failure(error)}\n")
-    if bench.budget.left_out:
-        bench.report.add(section="left out", names=bench.budget.left_out)
-        bench.console.print(f"no time left for: {', '.join(bench.budget.left_out)}")
+        run_sections(bench, SECTIONS, only)
 
 
 @contextlib.contextmanager
