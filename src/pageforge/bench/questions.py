@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from pageforge.bench import kernels, latency, throughput
+from pageforge.bench import allocator, kernels, latency, lifecycle, throughput, vram
 from pageforge.bench.run import Run
 
 
@@ -31,7 +31,10 @@ QUESTIONS = {
             0,
             needs_cuda=True,
         ),
+        Question("vram", "How much memory does a KV cache take?", vram.run_all, 10),
         Question("latency", "How long does a decode step take?", latency.run_all, 25),
+        Question("lifecycle", "What becomes of a pool's pages?", lifecycle.run_all, 5),
+        Question("allocator", "How fast are pages handed out?", allocator.run_all, 10),
         Question("throughput", "How many tokens a second?", throughput.run_all, 30),
     )
 }
