@@ -12,6 +12,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from pageforge.bench import workloads
 from pageforge.bench.harness import Budget
+from pageforge.bench.online import POISSON
 from pageforge.bench.report import Report
 from pageforge.bench.workloads import Job, Size
 
@@ -21,6 +22,12 @@ RUNNING = (256, 1024)
 """Sequences at a time whose planning is timed: the engine's default, and many."""
 
 HOST_STEPS = 64
+
+ARRIVALS = ("sharegpt-4", "azure-chat", "uniform", "arxiv", "azure-code")
+"""Workloads whose requests arrive one after the other."""
+
+SHARES = (0.25, 0.5, 0.75, 0.9, 1.1)
+"""At which rates: over what a way answers in a second when all are there at once."""
 
 
 @dataclass
@@ -40,6 +47,9 @@ class ThroughputBench:
     """At most: slow ways have fewer."""
     running: Sequence[int] = RUNNING
     host_steps: int = HOST_STEPS
+    arrivals: Sequence[str] = ARRIVALS
+    shares: Sequence[float] = SHARES
+    burstiness: float = POISSON
     read: float = math.nan
     flops: float = math.nan
 
