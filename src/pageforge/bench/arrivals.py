@@ -23,8 +23,9 @@ from pageforge.bench.serving import WAYS, Server
 from pageforge.bench.throughput_context import ThroughputBench
 
 PEERS = {"cuda": ("engine", "generate", "generate_batch"), "cpu": ("engine", "generate")}
-"""Who serves `uniform` unless other ways are asked for. Other workloads the engine serves alone, for
-where lengths differ much the padding of `generate` takes minutes."""
+"""Who serves `uniform` unless other ways are asked for. Other workloads the engine serves alone:
+where lengths differ much, the padding of `generate` takes minutes.
+"""
 
 WARMING = 0.75
 """The share at which an engine on CUDA is warmed up: it meets steps of every size, and captures."""
@@ -103,9 +104,10 @@ def _at_every_rate(
         race.start(name, WAYS[name], stack)
         if name not in race.lanes:  # there was no time
             return
-        race.again(name, run=1)
+        if bench.repeats:
+            race.again(name, run=1)
         lane = race.lanes[name]
-        server, offline = lane.server, len(bench.jobs(workload, 1)) / lane.seconds[-1]
+        server, offline = lane.server, len(bench.jobs(workload, 0)) / lane.median
         if server.engine is not None and bench.device.type == "cuda":
             _serve(bench, server, workload, 2, offline * WARMING)
         for repeat, share in enumerate(bench.shares, 3):

@@ -36,13 +36,23 @@ class Lane:
     peak_bytes: int | None
     seconds: list[float] = field(default_factory=list)
 
+    @property
+    def timed(self) -> list[float]:
+        """Seconds of all runs but the first; of that one, where no others were asked for."""
+        return self.seconds or [self.first]
+
+    @property
+    def median(self) -> float:
+        """Of `timed`."""
+        return percentile(self.timed, 50)
+
     def rates(self, jobs: list[Job]) -> dict[str, Any]:
         """Tokens a second, and the memory that the first run took."""
         tokens = workloads.new_tokens(jobs)
         found: dict[str, Any] = {
-            "tokens_per_s": tokens / percentile(self.seconds, 50),
-            "tokens_per_s_low": tokens / max(self.seconds),
-            "tokens_per_s_high": tokens / min(self.seconds),
+            "tokens_per_s": tokens / self.median,
+            "tokens_per_s_low": tokens / max(self.timed),
+            "tokens_per_s_high": tokens / min(self.timed),
             "repeats": len(self.seconds),
             "first_run_s": self.first,
             "peak_bytes": self.peak_bytes,

@@ -44,7 +44,7 @@ class ThroughputBench:
     ways: Sequence[str] = ()
     """For the workloads in which ways are compared; by default as each has it."""
     repeats: int = MOST_REPEATS
-    """At most: slow ways have fewer."""
+    """At most, beside the first run: slow ways have fewer. With none the first one counts."""
     running: Sequence[int] = RUNNING
     host_steps: int = HOST_STEPS
     arrivals: Sequence[str] = ARRIVALS
