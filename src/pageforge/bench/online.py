@@ -71,14 +71,16 @@ class Served:
         return self.ttft <= limits.ttft_s and (self.tpot or 0) <= limits.tpot_s
 
 
-def arrival_times(count: int, rate: float, *, burstiness: float = POISSON) -> list[float]:
+def arrival_times(
+    count: int, rate: float, *, burstiness: float = POISSON, seed: int = 0
+) -> list[float]:
     """Seconds after the beginning at which requests come: the same for the same arguments.
 
     Gaps have a Gamma distribution whose shape is `burstiness`: 1 is a Poisson process, less comes
     in bursts, more evenly. They are stretched so that `count` requests take `count / rate` seconds:
     at another rate the pattern is the same.
     """
-    times = np.cumsum(np.random.default_rng(count).gamma(burstiness, size=count))
+    times = np.cumsum(np.random.default_rng(seed).gamma(burstiness, size=count))
     stretched: list[float] = (times * (count / rate / times[-1])).tolist()
     return stretched
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import sys
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import accumulate
 
@@ -49,7 +49,7 @@ class Lengths:
     shared: int = 0
     n: int = 1
     divisor: int = 1
-    """By which lengths were divided, so that the model's positions hold them."""
+    """By which lengths were divided, for a trial or so that the model's positions hold them."""
 
 
 @dataclass(frozen=True)
@@ -91,7 +91,7 @@ def sharegpt(rng: Rng, size: Size) -> Lengths:
     own = _lognormal(rng, count, 5.15, 1.4, 1024) // size.shrink
     new = _lognormal(rng, count, 4.8, 1.1, 1500) // size.shrink
     own = np.clip(own, 1, most // 2)
-    return Lengths(own, np.clip(new, 1, most - own))
+    return Lengths(own, np.clip(new, 1, most - own), divisor=size.shrink)
 
 
 def shared_prefix(rng: Rng, size: Size) -> Lengths:
@@ -102,13 +102,14 @@ def shared_prefix(rng: Rng, size: Size) -> Lengths:
     most, new = size.tokens(64), size.tokens(16)
     own = rng.integers(size.tokens(16), most, size.count(1024), endpoint=True)
     longest = min(size.tokens(2048), size.positions - most - new)
-    return Lengths(own, np.full_like(own, new), shared=longest // WHOLE_PAGES * WHOLE_PAGES)
+    shared = longest // WHOLE_PAGES * WHOLE_PAGES
+    return Lengths(own, np.full_like(own, new), shared, divisor=size.shrink)
 
 
 def rollout(rng: Rng, size: Size) -> Lengths:
     """64 prompts like those of `uniform`, 8 completions of each: reinforcement learning."""
     lengths = _uniform(rng, size, 64)
-    return Lengths(lengths.own, lengths.new, n=8)
+    return replace(lengths, n=8)
 
 
 @dataclass(frozen=True)
@@ -125,6 +126,9 @@ QUANTILES = (0, 0.01, 0.05, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.95, 0
 
 FITTING = 0.99
 """Of a trace's requests, those that must fit the model's positions without being cut."""
+
+TRACED = 1024
+"""Requests that are drawn of a trace; where fewer are asked for, the first of them."""
 
 TRACES = {
     # First prompts (5,678) and replies (30,731) of conversations with GPT-4, in Llama 2's tokens:
@@ -160,13 +164,14 @@ def traced(rng: Rng, size: Size, trace: Trace) -> Lengths:
     Lengths are divided by the smallest whole number with which `FITTING` of the requests fit the
     model; of the others prompt and answer are cut.
     """
-    count = size.count(1024)
-    own, new = _quantiles(rng, count, trace.prompt), _quantiles(rng, count, trace.answer)
+    own, new = _quantiles(rng, trace.prompt), _quantiles(rng, trace.answer)
     new = np.clip(new, 1, trace.most - own).astype(np.int64)
     longest = int(np.quantile(own + new, FITTING))
     divisor = max(size.shrink, ceil_div(longest, size.positions))
     own = np.clip(own // divisor, 1, size.positions - 1)
-    return Lengths(own, np.clip(new // divisor, 1, size.positions - own), divisor=divisor)
+    new = np.clip(new // divisor, 1, size.positions - own)
+    count = size.count(TRACED)
+    return Lengths(np.resize(own, count), np.resize(new, count), divisor=divisor)
 
 
 WORKLOADS: Mapping[str, Callable[[Rng, Size], Lengths]] = {
@@ -220,7 +225,7 @@ def _uniform(rng: Rng, size: Size, requests: int) -> Lengths:
     new = min(size.tokens(128), size.positions // 2)
     longest = min(size.tokens(256), size.positions - new)
     own = rng.integers(size.tokens(16), longest, size.count(requests), endpoint=True)
-    return Lengths(own, np.full_like(own, new))
+    return Lengths(own, np.full_like(own, new), divisor=size.shrink)
 
 
 def _lognormal(rng: Rng, count: int, mean: float, sigma: float, most: int) -> npt.NDArray[np.int64]:
@@ -229,7 +234,8 @@ def _lognormal(rng: Rng, count: int, mean: float, sigma: float, most: int) -> np
     return drawn[(drawn >= LEAST) & (drawn <= most)][:count].astype(np.int64)
 
 
-def _quantiles(rng: Rng, count: int, quantiles: tuple[int, ...]) -> npt.NDArray[np.int64]:
-    """Of a distribution with these `QUANTILES`, between which logarithms are interpolated."""
-    drawn = np.interp(rng.random(count), QUANTILES, np.log(quantiles))
+def _quantiles(rng: Rng, quantiles: tuple[int, ...]) -> npt.NDArray[np.int64]:
+    """All of a distribution with these `QUANTILES`, shuffled; logarithms are interpolated."""
+    shares = (rng.permutation(TRACED) + 0.5) / TRACED
+    drawn = np.interp(shares, QUANTILES, np.log(quantiles))
     return np.exp(drawn).round().astype(np.int64)
