@@ -79,7 +79,7 @@ def tiny(
         running=(4,),
         host_steps=3,
         arrivals=("azure-chat",),
-        shares=(20.0,),
+        loads=(2000,),
     )
 
 

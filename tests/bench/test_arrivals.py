@@ -12,14 +12,14 @@ from pageforge.bench.harness import Budget
 from pageforge.bench.throughput_context import ThroughputBench
 from pageforge.bench.workloads import Size
 
-FAST = (20.0, 50.0)
-"""So many times the rate of a way that nobody waits for requests to come."""
+FAST = (2000, 5000)
+"""Percent of a way's rate: so much that nobody waits for requests to come."""
 
 
 @pytest.fixture
 def arriving(tiny: ThroughputBench) -> ThroughputBench:
     tiny.size = Size(128, shrink=8, requests=6)
-    tiny.arrivals, tiny.shares, tiny.repeats = ("azure-chat", "uniform"), FAST, 1
+    tiny.arrivals, tiny.loads, tiny.repeats = ("azure-chat", "uniform"), FAST, 1
     return tiny
 
 
@@ -28,20 +28,22 @@ def test_a_record_for_every_rate(arriving: ThroughputBench, screen: io.StringIO)
     records = arriving.report.records
     assert not any("failure" in record for record in records), records
     found = only(records, section="arrivals")
-    assert [(r["workload"], r["way"], r["share"]) for r in found] == [
-        (workload, way, share)
+    assert [(r["workload"], r["way"], r["load_percent"]) for r in found] == [
+        (workload, way, load)
         for workload, way in (
             ("azure-chat", "engine"),
             ("uniform", "engine"),
             ("uniform", "generate"),
         )
-        for share in FAST
+        for load in FAST
     ]
     for record in found:
         jobs = arriving.jobs(record["workload"], 0)
         assert record["requests"] == 6
         assert record["new_tokens"] == sum(job.new_tokens for job in jobs)
-        assert record["rate_per_s"] == pytest.approx(record["share"] * record["offline_per_s"])
+        assert record["rate_per_s"] == pytest.approx(
+            record["load_percent"] / 100 * record["offline_per_s"]
+        )
         assert record["burstiness"] == 1
         assert record["achieved_per_s"] == pytest.approx(6 / record["run_s"])
         assert record["output_tokens_per_s"] == pytest.approx(

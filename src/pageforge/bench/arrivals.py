@@ -1,8 +1,8 @@
 """How long do requests wait that come one after the other, at one rate and another?
 
-The rates are shares of what a way answers in a second when all requests are there at once, measured
-in the same run. The clock is real: requests are handed over when their time has come, whatever the
-way is at then.
+Rates are given by load: percent of what a way answers in a second when all requests are there at
+once, measured in the same run. The clock is real: requests are handed over when their time has
+come, whatever the way is at then.
 """
 
 from __future__ import annotations
@@ -28,10 +28,11 @@ where lengths differ much, the padding of `generate` takes minutes.
 """
 
 WARMING = 0.75
-"""The share at which an engine on CUDA is warmed up: it meets steps of every size, and captures."""
+"""Of its rate, at which an engine on CUDA is warmed up: it meets steps of all sizes, and captures.
+"""
 
 SHOWN = (
-    "share",
+    "load_percent",
     "rate_per_s",
     "achieved_per_s",
     "output_tokens_per_s",
@@ -47,7 +48,7 @@ SHOWN = (
 )
 COLUMNS = (
     "way",
-    "share",
+    "load %",
     "offered /s",
     "served /s",
     "tokens/s",
@@ -67,15 +68,14 @@ def arrivals(bench: ThroughputBench) -> None:
     """Every workload, by every way that serves it."""
     limits = LIMITS[bench.device.type]
     bench.console.print(
-        f"requests that arrive at a share of the rate at which they are answered all at once, "
+        f"load: of the rate at which requests are answered that are there all at once; "
         f"burstiness {bench.burstiness:g}; goodput: those with the first token within "
         f"{1e3 * limits.ttft_s:,.0f} ms and the others each {1e3 * limits.tpot_s:,.0f} ms later"
     )
     for workload in bench.arrivals:
         alone = PEERS[bench.device.type] if workload == "uniform" else ("engine",)
         case = describe(workload, bench.jobs(workload, 0)) | {
-            "burstiness": bench.burstiness,
-            "divisor": workloads.lengths(workload, bench.size).divisor,
+            "divisor": workloads.lengths(workload, bench.size).divisor
         }
         rows: list[tuple[object, ...]] = []
         for name in bench.ways or alone:
@@ -90,8 +90,9 @@ def arrivals(bench: ThroughputBench) -> None:
             f"{bench.name}, {workload}, arriving: {case['requests']:,} requests, "
             f"{case['prompt_tokens']:,} prompt tokens, {case['new_tokens']:,} new ones"
         )
-        bench.console.print(table(title, COLUMNS, rows))
-        bench.console.print()
+        if rows:
+            bench.console.print(table(title, COLUMNS, rows))
+            bench.console.print()
 
 
 @torch.no_grad()
@@ -110,15 +111,16 @@ def _at_every_rate(
         server, offline = lane.server, len(bench.jobs(workload, 0)) / lane.median
         if server.engine is not None and bench.device.type == "cuda":
             _serve(bench, server, workload, 2, offline * WARMING)
-        for repeat, share in enumerate(bench.shares, 3):
-            if bench.budget.allows(f"arrivals, {workload}: {name}, {share:g} of its rate"):
-                before = _counts(server)
-                served = _serve(bench, server, workload, repeat, offline * share)
+        for repeat, load in enumerate(bench.loads, 3):
+            if bench.budget.allows(f"arrivals, {workload}: {name}, {load}% of its rate"):
+                before, rate = _counts(server), offline * load / 100
+                served = _serve(bench, server, workload, repeat, rate)
                 after = _counts(server)
                 yield {
-                    "share": share,
+                    "load_percent": load,
+                    "burstiness": bench.burstiness,
                     "offline_per_s": offline,
-                    "rate_per_s": offline * share,
+                    "rate_per_s": rate,
                     **summary(served, limits),
                     **{key: after[key] - before[key] for key in after},
                 }

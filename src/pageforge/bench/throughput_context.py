@@ -26,8 +26,8 @@ HOST_STEPS = 64
 ARRIVALS = ("sharegpt-4", "azure-chat", "uniform", "arxiv", "azure-code")
 """Workloads whose requests arrive one after the other."""
 
-SHARES = (0.25, 0.5, 0.75, 0.9, 1.1)
-"""At which rates: over what a way answers in a second when all are there at once."""
+LOADS = (25, 50, 75, 90, 110)
+"""At which rates: percent of what a way answers in a second when all are there at once."""
 
 
 @dataclass
@@ -48,7 +48,7 @@ class ThroughputBench:
     running: Sequence[int] = RUNNING
     host_steps: int = HOST_STEPS
     arrivals: Sequence[str] = ARRIVALS
-    shares: Sequence[float] = SHARES
+    loads: Sequence[int] = LOADS
     burstiness: float = POISSON
     read: float = math.nan
     flops: float = math.nan
