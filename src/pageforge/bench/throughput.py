@@ -87,7 +87,7 @@ class Scale:
 
 QUICK = Scale(8, 64, 1, (8,), 16, ("sharegpt-4", "uniform"), (50, 90))
 CPU = Scale(8, 16, 1, (8,), 16, ("sharegpt-4", "azure-chat", "uniform"), (50, 90, 110))
-CPU_QUICK = Scale(32, 4, 0, (4,), 8, ("sharegpt-4",), (50, 90))
+CPU_QUICK = Scale(32, 4, 0, (4,), 8, ("azure-chat",), (50, 90))
 """A real model makes some 100 tokens a second on two cores, and nothing is captured there."""
 
 
