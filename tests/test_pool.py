@@ -456,6 +456,80 @@ def test_pages_ahead_are_claimed_where_that_is_easy_alone(short: str, driver: Fa
     pool.check_invariants([table])
 
 
+def test_another_thread_maps_memory_ahead(
+    driver: FakeDriver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A step that needs it does not call the driver, and waits where it is not there yet."""
+    threads: list[int] = []
+    may_go_on = threading.Event()
+    create = driver.cuMemCreate
+
+    def slow(*args: Any) -> Any:
+        threads.append(threading.get_ident())
+        assert may_go_on.wait(10)
+        return create(*args)
+
+    pool = PagePool(one_group(), max_pages=1000)
+    tables = grow(pool, 3 * 8)  # with page 0 the pages of a chunk
+    monkeypatch.setattr(driver, "cuMemCreate", slow)
+    assert pool.stats().bytes_mapped == G
+    pool.map_ahead(5)
+    pool.map_ahead(5)
+    threading.Timer(0.05, may_go_on.set).start()
+    pool.append(tables, 5 * 8)
+    assert len(threads) == 2 and threading.get_ident() not in threads
+    assert pool.stats().bytes_mapped == driver.mapped == 3 * G
+    pool.append(tables, 4 * 8)
+    assert threads[2:] == [threading.get_ident()], "nobody had asked for more"
+    pool.close()
+    driver.assert_nothing_left()
+
+
+def test_memory_mapped_ahead_goes_where_it_is_not_needed(driver: FakeDriver) -> None:
+    pool = PagePool(two_groups(), max_memory="1MiB")
+    table = grow(pool, 8)[0]
+    pool.map_ahead(40)
+    pool._ahead.wait()
+    mapped = driver.mapped
+    assert pool.stats().bytes_mapped == mapped > 40 * (SMALL + LARGE)
+    pool.map_ahead(40)
+    pool.map_ahead(0)
+    pool.map_ahead(-3)
+    pool._ahead.wait()
+    assert driver.mapped == mapped
+    pool.trim()
+    assert pool.stats().bytes_mapped == driver.mapped < 3 * G + 2 * G
+    pool.append([table], 40 * 8)
+    pool.map_ahead(20)
+    pool.check_invariants([table])
+    pool.close()  # while it is being mapped, perhaps
+    driver.assert_nothing_left()
+
+
+@pytest.mark.parametrize("short", ["ids", "budget", "device"])
+def test_memory_is_mapped_ahead_within_bounds(short: str, driver: FakeDriver) -> None:
+    most = {"ids": {"max_pages": 10}, "device": {"max_memory": 1 << 20}}
+    pool = PagePool(two_groups(), **most.get(short, {"max_memory": 12 * (SMALL + LARGE)}))
+    (table,) = grow(pool, 8 * 8)
+    if short == "device":
+        driver.capacity = driver.physical + G
+    pool.map_ahead(100)
+    pool._ahead.wait()
+    stats = pool.stats()
+    assert stats.bytes_mapped <= driver.capacity
+    # As all that is open, a chunk's memory may reach over the end of the budget.
+    assert stats.bytes_mapped <= stats.bytes_total + 4 * G
+    if short == "device":
+        with pytest.raises(OutOfPages):
+            pool.append([table], 100 * 8)
+        pool.check_invariants([table])
+        driver.capacity = 1 << 40
+    pool.append([table], 2 * 8)
+    pool.check_invariants([table])
+    pool.trim()
+    assert pool.stats().bytes_mapped == driver.mapped == driver.physical
+
+
 def test_the_watermark_avoids_thrashing(driver: FakeDriver) -> None:
     pool = PagePool(one_group(), max_pages=1000)
     assert driver.mapped == G
@@ -1167,7 +1241,10 @@ def _unmap_used_chunks(self: PagePool, *, wait: bool) -> None:
             bounds = group.chunk_bytes(chunk)
             if bounds in group.store._touched:  # type: ignore[attr-defined]
                 group.store.unmap([bounds])
-        self._retired = {k: v for k, v in self._retired.items() if k[0] != index}
+        for owner, chunk in [retired for retired in self._retired if retired[0] == index]:
+            del self._retired[owner, chunk]
+            if chunk not in chunks[-1:]:
+                group.store.unmap([group.chunk_bytes(chunk)])
 
 
 @pytest.mark.parametrize(

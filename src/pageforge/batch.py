@@ -88,16 +88,17 @@ class SequenceBatch:
     def claim_ahead(self) -> None:
         """Claim some of the pages that rows need next: called at each token, all of them in time.
 
-        To map memory takes the host a while. So it comes a little at each of a page's tokens (but
-        the first, when rows take what was claimed), and not for all rows at once when their pages
-        are full. Does nothing where pages are short.
+        Memory comes a little at each of a page's tokens (but the first, when rows take what was
+        claimed), and not for all rows at once when their pages are full; for the next token's claim
+        it is mapped meanwhile. Does nothing where pages are short.
         """
-        size = self.pool.geometry.page_size
-        num_pages = len(self.tables) * ((self.length - 1) % size) // (size - 1)
+        size, num_rows = self.pool.geometry.page_size, len(self.tables)
+        num_pages = num_rows * ((self.length - 1) % size) // (size - 1)
         if num_pages * size > self._ahead.length:
             self.pool.claim_ahead(self._ahead, num_pages)
-            for mirror in self._mirrors:  # streams are ordered now, and not when the step begins
-                self.pool.use_stream(mirror.device)
+        self.pool.map_ahead(num_rows * (self.length % size) // (size - 1) - num_pages)
+        for mirror in self._mirrors:  # streams are ordered now, and not when the step begins
+            self.pool.use_stream(mirror.device)
 
     def drop_ahead(self) -> None:
         """Give back what `claim_ahead` claimed."""

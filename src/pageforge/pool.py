@@ -43,6 +43,7 @@ from pageforge.store import (
     open_store,
     parse_memory,
 )
+from pageforge.store.ahead import MappedAhead
 from pageforge.store.base import GRANULE
 
 WATERMARK = 32 << 20
@@ -201,8 +202,9 @@ class PagePool:
         self._exports = 0
         # Closed chunks whose memory is not yet given back: (group, chunk) -> events to wait for.
         self._retired: dict[tuple[int, int], list[torch.cuda.Event]] = {}
+        self._ahead = MappedAhead()  # chunks by (group, chunk)
         # Streams that have touched pages (any of them may still be doing so), and whose turn it is.
-        self._streams: dict[torch.device, set[torch.cuda.Stream]] = {}
+        self._streams: dict[torch.device, dict[int, torch.cuda.Stream]] = {}  # by handle
         self._turns: dict[torch.device, tuple[int, int]] = {}
         self._num_calls = 0
         self._closed = False
@@ -210,6 +212,7 @@ class PagePool:
             self._budget, self._groups = _open(geometry, max_pages, max_memory)
         for group in self._groups:
             self.use_stream(group.device)  # which may be zeroing page 0
+        self._bytes_per_page = total_bytes_per_page(geometry.groups)  # of a page in each group
         self._layers = {
             layer: (index, *views)
             for index, group in enumerate(self._groups)
@@ -217,7 +220,7 @@ class PagePool:
         }
         # A pool that is dropped without close() must not keep the device's memory.
         stores = [(group.store, group.device) for group in self._groups]
-        self._finalizer = weakref.finalize(self, _close_stores, stores)
+        self._finalizer = weakref.finalize(self, _end, stores, self._ahead)
         self._finalizer.atexit = False
 
     @classmethod
@@ -293,6 +296,25 @@ class PagePool:
                 return
             self._prepare(supplies)
             append_all([ahead], num_tokens, needed)
+
+    def map_ahead(self, num_pages: int) -> None:
+        """Have memory mapped for the next `num_pages` pages of each group, by another thread.
+
+        Returns at once. Does nothing where there is memory for as many, or where the budget or the
+        pool ends; whoever needs pages in earnest finds out, and gives way or takes from others.
+        """
+        if all(group.allocator.num_open_free >= num_pages for group in self._groups):
+            return
+        with self._exclusive():
+            spare = [group.allocator.num_open_free for group in self._groups]
+            for index, group in enumerate(self._groups):
+                allocator = group.allocator
+                for chunk in allocator.plan(min(num_pages, allocator.num_free)).chunks:
+                    spare[index] += len(allocator.chunk_pages(chunk))
+                    if self._bytes_open(spare) > self._budget:
+                        return
+                    if group.store.elastic and (index, chunk) not in self._retired:
+                        self._ahead.begin((index, chunk), group.store, group.chunk_bytes(chunk))
 
     @property
     def num_shares(self) -> int:
@@ -427,7 +449,7 @@ class PagePool:
         """Pages that all groups could hand out together now, free and cached ones."""
         with self._exclusive():
             used = sum(g.allocator.num_used * g.bytes_per_page for g in self._groups)
-            room = (self._budget - used) // total_bytes_per_page(self.geometry.groups)
+            room = (self._budget - used) // self._bytes_per_page
             return min([room, *(group.allocator.num_available for group in self._groups)])
 
     def num_reclaimable(self, table: PageTable) -> int:
@@ -529,15 +551,16 @@ class PagePool:
             return
         if device.index is None:
             device = torch.device("cuda", torch.cuda.current_device())
-        turn = stream_handle(device), self._num_calls
+        handle = stream_handle(device)
+        turn = handle, self._num_calls
         if self._turns.get(device) == turn:
             return
-        stream = torch.cuda.current_stream(device)
-        known = self._streams.setdefault(device, set())
-        known.add(stream)
+        known = self._streams.setdefault(device, {})
+        if handle not in known:
+            known[handle] = torch.cuda.current_stream(device)
         for other in list(known):
-            if other != stream:
-                stream.wait_stream(other)
+            if other != handle:
+                known[handle].wait_stream(known[other])
         self._turns[device] = turn
 
     # --- what people ask --------------------------------------------------------------------
@@ -713,7 +736,7 @@ class PagePool:
 
     def _reserve(self, needed: Sequence[int]) -> None:
         """See to it that each group can hand out `needed` pages. All or nothing: OutOfPages."""
-        if not any(needed):
+        if not any(needed) or self._has_open(needed):
             return
         used = sum(g.allocator.num_used * g.bytes_per_page for g in self._groups)
         wanted = sum(n * g.bytes_per_page for n, g in zip(needed, self._groups, strict=True))
@@ -736,6 +759,13 @@ class PagePool:
         self._prepare(supplies)
         if any(evictions):
             self._shrink(spare=needed)  # what one group gave up for another
+
+    def _has_open(self, needed: Sequence[int]) -> bool:
+        """Whether each group has `needed` free pages with memory, and nobody has to give way."""
+        for count, group in zip(needed, self._groups, strict=True):
+            if count > group.allocator.num_open_free:
+                return False
+        return self._bytes_open(needed) <= self._budget
 
     def _bytes_open(self, needed: Sequence[int]) -> int:
         """Bytes of all pages with memory behind them, once each group has `needed` free ones."""
@@ -814,7 +844,9 @@ class PagePool:
         """Put memory behind `chunks`, and note them in `mapped`. Raises DeviceMemoryError."""
         group = self._groups[index]
         for chunk in chunks:
-            if self._retired.pop((index, chunk), None) is None:
+            is_mapped = self._retired.pop((index, chunk), None) is not None
+            if not is_mapped and not self._ahead.take((index, chunk)):
+                self._ahead.wait()
                 group.store.map(*group.chunk_bytes(chunk))
             mapped.append((index, chunk))
 
@@ -835,10 +867,13 @@ class PagePool:
     def _shrink(self, keep: int = WATERMARK, spare: Sequence[int] | None = None) -> None:
         """Close wholly free chunks beyond `keep` bytes, the highest first to go.
 
-        `spare`: free pages of each group that shall keep their memory.
+        `spare`: free pages of each group that shall keep their memory. Without `keep` memory that
+        was mapped ahead goes as well.
         """
         if self._closed:
             return
+        if not keep:
+            self._retired.update((chunk, []) for chunk in self._ahead.drop())
         events: dict[torch.device, list[torch.cuda.Event]] = {}
         for index, group in enumerate(self._groups):
             if not group.store.elastic:
@@ -862,7 +897,7 @@ class PagePool:
 
     def _record_events(self, device: torch.device) -> list[torch.cuda.Event]:
         """Events after the last kernel that could touch pages on `device`."""
-        return [stream.record_event() for stream in list(self._streams.get(device, ()))]
+        return [stream.record_event() for stream in list(self._streams.get(device, {}).values())]
 
     def _unmap_retired(self, *, wait: bool) -> None:
         """Unmap closed chunks whose last readers are done; with `wait`, wait for these."""
@@ -874,6 +909,8 @@ class PagePool:
             if all(event.query() for event in events):
                 del self._retired[index, chunk]
                 ready.setdefault(index, []).append(self._groups[index].chunk_bytes(chunk))
+        if ready:
+            self._ahead.wait()
         for index, spans in ready.items():
             self._groups[index].store.unmap(spans)
 
@@ -889,6 +926,11 @@ def _empty_torch_cache() -> None:
     """Have torch give the memory back that it keeps for later tensors."""
     if torch.cuda.is_available() and torch.cuda.is_initialized():
         torch.cuda.empty_cache()
+
+
+def _end(stores: Sequence[tuple[Store, torch.device]], ahead: MappedAhead) -> None:
+    ahead.close()
+    _close_stores(stores)
 
 
 def _close_stores(stores: Sequence[tuple[Store, torch.device]]) -> None:

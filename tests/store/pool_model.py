@@ -25,7 +25,7 @@ P = 8
 WINDOW = 20
 STEPS = (
     *("new", "append", "append", "append", "append_all", "fork", "crop", "slide", "release"),
-    *("lose", "publish", "reuse", "drop", "trim", "restore", "export", "unexport"),
+    *("lose", "publish", "reuse", "drop", "trim", "restore", "export", "unexport", "map_ahead"),
 )
 
 Step = tuple[str, int, int]  # name, which sequence, how much
@@ -96,7 +96,7 @@ class PoolModel:
                 after()
 
     def step(self, name: str, which: int, amount: int) -> None:
-        if name in ("drop", "trim", "new", "reuse", "unexport"):
+        if name in ("drop", "trim", "new", "reuse", "unexport", "map_ahead"):
             getattr(self, name)(amount)
         elif self.sequences:
             getattr(self, name)(self.sequences[which % len(self.sequences)], amount)
@@ -187,6 +187,10 @@ class PoolModel:
 
     def trim(self, amount: int) -> None:
         self.pool.trim()
+
+    def map_ahead(self, amount: int) -> None:
+        self.pool.map_ahead(amount % 12)
+        self.pool._ahead.wait()  # or it would go on while all is looked at
 
     def restore(self, sequence: Sequence_, amount: int) -> None:
         """Save a sequence's pages and load them as two rows of a batch."""

@@ -62,10 +62,8 @@ def logged(engine: Engine) -> Iterator[StepLog]:
     log, runner, pool = StepLog(), engine._core.runner, engine._pool
     launch = runner.launch
 
-    def noted(
-        rows: Rows, counts: npt.NDArray[np.int32], asking: npt.NDArray[np.bool_] | None
-    ) -> Step:
-        step = launch(rows, counts, asking)
+    def noted(rows: Rows, counts: npt.NDArray[np.int32], *args: Any, **options: Any) -> Step:
+        step = launch(rows, counts, *args, **options)
         some = np.flatnonzero(counts)
         log.counts.append(counts[some])
         log.lengths.append(rows.computed[some] + counts[some])

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import bisect
 from collections import deque
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 import numpy as np
@@ -22,21 +22,23 @@ from pageforge.batch import to_device
 from pageforge.engine.draw import uniforms
 from pageforge.engine.logprobs import Logprobs, token_logprobs
 from pageforge.engine.outputs import FinishReason
-from pageforge.engine.runner import Runner, Step
-from pageforge.engine.sampler import Sampled, Sampler
+from pageforge.engine.runner import NO_TOKEN, Best, Runner, Step
+from pageforge.engine.sampler import Sampler
 from pageforge.engine.scheduler import Admission, Limits, plan
 from pageforge.engine.sequence import Rows, Sequence
 from pageforge.engine.swap_space import SwapSpace
 from pageforge.errors import OutOfPages, PageForgeError
-from pageforge.geometry import pages_for
+from pageforge.geometry import ceil_div, pages_for
 from pageforge.graphs import bucket
 from pageforge.memory import PageTable
 from pageforge.pool import PagePool
 
 logger = logging.get_logger(__name__)
 
-NO_TOKEN = -1
-"""In the stop ids of a row, where it has fewer than others."""
+MAPPED_AHEAD = 2
+"""Steps of decoding for whose pages there is memory before they come."""
+
+NO_TOKENS = torch.empty(0, dtype=torch.int64)
 
 
 class Listener(Protocol):
@@ -63,19 +65,20 @@ class Flight:
     """A step that was launched and not looked at yet: what it samples, and for whom.
 
     `rows [R]`: the sampled ones, with their `epochs` when it was launched. `tokens [R]`: int64 on
-    the host, -1 where logits made no sense, complete once `done` has come.
+    the host, NO_TOKEN where logits made no sense, complete once `done` has come.
     """
 
     sequences: list[Sequence | None]  # of all rows then
-    scored: list[Sequence]  # those of which no token is wanted, and whose prompt ends here
     rows: npt.NDArray[np.int64]
     epochs: npt.NDArray[np.int64]
     tokens: Tensor
-    sampled: Sampled
-    logprobs: Logprobs | None  # of the rows that ask, on the host once it has landed
-    prompts: list[tuple[Sequence, int, Logprobs]]  # from a position on
-    kept: list[Any]  # what must live until it is done
     done: torch.cuda.Event | None
+    errors: dict[int, Exception] = field(default_factory=dict)  # of logits processors, by place
+    logprobs: Logprobs | None = None  # of the rows that ask, on the host once it has landed
+    logprob_places: npt.NDArray[np.int64] | None = None  # which of `rows` those are
+    prompts: list[tuple[Sequence, int, Logprobs]] = field(default_factory=list)  # from a position
+    scored: list[Sequence] = field(default_factory=list)  # of which no token is wanted: they end
+    kept: list[Any] = field(default_factory=list)  # what must live until it is done
 
     def at(self, place: int) -> tuple[Sequence, int]:
         """A sampled sequence, and its token."""
@@ -192,8 +195,9 @@ class Core:
     def _next_plan(self) -> npt.NDArray[np.int32]:
         """Who computes how many tokens, their pages being there: `[max_running]`."""
         while True:
-            most = min(self._limits.max_running, self._most_running)
-            limits = replace(self._limits, max_running=most)
+            limits = self._limits
+            if self._most_running < limits.max_running:
+                limits = replace(limits, max_running=self._most_running)
             found = plan(self.rows, self.waiting, limits, self._pages)
             for sequence in found.dropped:
                 self._release(sequence)
@@ -283,22 +287,22 @@ class Core:
         """Claim the pages that the step writes to. Raises OutOfPages."""
         rows, size = self.rows, self.pool.geometry.page_size
         lengths = rows.computed + counts
-        short = np.flatnonzero(lengths > rows.room).tolist()
-        if not short:
+        short = np.flatnonzero(lengths > rows.room)
+        if not len(short):
             return
-        growing: dict[int, list[Sequence]] = {}
-        for row in short:
-            sequence = rows.at(row)
-            missing = pages_for(int(lengths[row]), size) * size - sequence.pages.length
-            growing.setdefault(missing, []).append(sequence)
         if self._has_windows:
-            self.pool.slide([rows.at(row).pages for row in short], rows.computed[short].tolist())
-        for missing, sequences in growing.items():
-            self.pool.append([sequence.pages for sequence in sequences], missing)
+            tables = [rows.at(row).pages for row in short.tolist()]
+            self.pool.slide(tables, rows.computed[short].tolist())
+        missing = -(-lengths[short] // size) * size - rows.room[short]
+        growing: dict[int, list[int]] = {}
+        for row, num_tokens in zip(short.tolist(), missing.tolist(), strict=True):
+            growing.setdefault(num_tokens, []).append(row)
+        for num_tokens, of_rows in growing.items():
+            sequences = [rows.at(row) for row in of_rows]
+            self.pool.append([sequence.pages for sequence in sequences], num_tokens)
+            rows.room[of_rows] += num_tokens
             for sequence in sequences:
-                length = sequence.pages.length
-                self._set_pages(sequence, (length - missing) // size)
-                rows.room[sequence.row] = length
+                self._set_pages(sequence, (sequence.pages.length - num_tokens) // size)
 
     def _set_pages(self, sequence: Sequence, first: int) -> None:
         """Tell the runner of a sequence's pages from logical page `first` on."""
@@ -310,8 +314,11 @@ class Core:
     def _publish_prompts(self, counts: npt.NDArray[np.int32]) -> None:
         """Let others find the pages that prompts fill in this step, for theirs come after it."""
         rows, size = self.rows, self.pool.geometry.page_size
+        in_prompt = rows.computed < rows.prompt
+        if not in_prompt.any():
+            return
         reached = rows.computed + counts
-        fills = (rows.computed < rows.prompt) & (reached // size > rows.computed // size)
+        fills = in_prompt & (reached // size > rows.computed // size)
         for row in np.flatnonzero(fills).tolist():
             self._publish(rows.at(row), int(reached[row]))
 
@@ -331,8 +338,9 @@ class Core:
             return None
         rows = self.rows
         try:
-            flight = self._sample(self.runner.launch(rows, counts, self._asking(counts)))
-            self.runner.keep_tokens(flight.rows, flight.sampled.tokens)
+            greedy = self._sampler.takes_best(np.flatnonzero(counts))
+            step = self.runner.launch(rows, counts, self._asking(counts), greedy=greedy)
+            flight = self._sample(step)
         except Exception as error:  # the model's, or the user's in it: the others go on
             everyone = [rows.at(row) for row in np.flatnonzero(counts).tolist()]
             logger.warning("engine: a step of %d sequences failed: %s", len(everyone), error)
@@ -345,6 +353,7 @@ class Core:
         ends = (counts > 0) & (rows.computed + counts == rows.most_computed)
         scores = ends & (rows.most_computed < rows.prompt)
         flight.scored += map(rows.at, np.flatnonzero(scores).tolist())
+        self.pool.map_ahead(ceil_div(MAPPED_AHEAD * rows.num_running, self.pool.geometry.page_size))
         rows.computed += counts
         rows.pending[flight.rows] += 1
         self._flights.append(flight)  # at once: from here on an interrupt does not lose it
@@ -367,47 +376,39 @@ class Core:
         return mask
 
     def _sample(self, step: Step) -> Flight:
+        """Choose a token for each of the step's rows; the next step finds them on the device."""
         rows, chosen = self.rows, step.rows
-        whole = len(chosen) == len(step.logits)
-        # Mostly these are the first rows, one after the other.
-        is_front = bool((step.places == np.arange(len(chosen))).all())
-        logits = step.logits
-        if not (is_front and whole):
-            device = logits.device
-            places = to_device(step.places, device)
-            logits = logits[: len(chosen)] if is_front else logits[places]
-        num_generated = (rows.length + rows.pending - rows.prompt)[chosen].astype(np.int64)
-        if self._sampler.draws(chosen):
-            drawn = uniforms(self._seeds[chosen], num_generated)
-            uniform = to_device(drawn, logits.device)
+        flight = Flight(rows.sequences.copy(), chosen, rows.epoch[chosen], NO_TOKENS, None)
+        if isinstance(step.output, Best):
+            tokens, shown = (_lines(each, step.places) for each in step.output)
         else:
-            uniform = torch.empty(0)
-        sampled = self._sampler.sample(logits, chosen, uniform, num_generated, self._generated)
-        tokens = sampled.tokens.masked_fill(sampled.bad, NO_TOKEN)
-        done = None
-        if tokens.is_cuda:
-            pinned = torch.empty(tokens.shape, dtype=tokens.dtype, pin_memory=True)
-            tokens = pinned.copy_(tokens, non_blocking=True)
-        prompts = [
-            (rows.at(row), first, self._prompt_logprobs(step.logits[start:stop], row, first))
+            tokens, shown = self._sample_from(step.output, step, flight)
+        self.runner.keep_tokens(chosen, tokens)
+        if shown.is_cuda:
+            pinned = torch.empty(shown.shape, dtype=shown.dtype, pin_memory=True)
+            shown = pinned.copy_(shown, non_blocking=True)
+            flight.done = torch.cuda.Event()
+            flight.done.record()
+        flight.tokens = shown
+        flight.kept, self._kept = self._kept, []
+        return flight
+
+    def _sample_from(self, logits: Tensor, step: Step, flight: Flight) -> tuple[Tensor, Tensor]:
+        """(the tokens, the same with NO_TOKEN where logits make no sense); the rest to `flight`."""
+        rows, chosen = self.rows, step.rows
+        num_generated = (rows.length + rows.pending - rows.prompt)[chosen].astype(np.int64)
+        uniform = torch.empty(0)
+        if self._sampler.draws(chosen):
+            uniform = to_device(uniforms(self._seeds[chosen], num_generated), logits.device)
+        lines = _lines(logits, step.places)
+        sampled = self._sampler.sample(lines, chosen, uniform, num_generated, self._generated)
+        flight.errors = sampled.errors
+        flight.logprobs, flight.logprob_places = sampled.logprobs, sampled.logprob_indices
+        flight.prompts = [
+            (rows.at(row), first, self._prompt_logprobs(logits[start:stop], row, first))
             for row, first, start, stop in step.spans
         ]
-        if step.logits.is_cuda:
-            done = torch.cuda.Event()
-            done.record()
-        kept, self._kept = self._kept, []
-        return Flight(
-            rows.sequences.copy(),
-            [],
-            chosen,
-            rows.epoch[chosen],
-            tokens,
-            sampled,
-            sampled.logprobs,
-            prompts,
-            kept,
-            done,
-        )
+        return sampled.tokens, sampled.tokens.masked_fill(sampled.bad, NO_TOKEN)
 
     def _prompt_logprobs(self, logits: Tensor, row: int, first: int) -> Logprobs:
         """Of the prompt tokens from position `first` on, given the logits before each."""
@@ -491,7 +492,7 @@ class Core:
         sequence, token = flight.at(place)
         if token == NO_TOKEN:
             self._forget_last_token(sequence)
-            error = flight.sampled.errors.get(place)
+            error = flight.errors.get(place)
             if error is None:
                 self.pool.drop_prefix_cache()  # its K/V may make no sense either
             self.finish(sequence, "error", error or PageForgeError(NO_SENSE))
@@ -631,6 +632,14 @@ class _PoolPages:
 
     def reclaimable(self, table: PageTable) -> int:
         return self._pool.num_reclaimable(table)
+
+
+def _lines(values: Tensor, places: npt.NDArray[np.int64]) -> Tensor:
+    """`values[places]`, which mostly are the first ones, one after the other."""
+    count = len(places)
+    if not count or places[-1] == count - 1:  # they ascend
+        return values[:count]
+    return values[to_device(places, values.device)]
 
 
 def _by_rank(sequence: Sequence) -> int:

@@ -426,10 +426,10 @@ class Engine:
     def on_token(self, sequence: Sequence, token: int, flight: Flight, place: int) -> None:
         """A token of a request that is watched."""
         request: Request = sequence.owner
-        logprobs, sampled = None, flight.sampled
+        logprobs = None
         if request.params.logprobs is not None:
-            index = int(np.searchsorted(sampled.logprob_indices, place))
-            assert flight.logprobs is not None
+            assert flight.logprobs is not None and flight.logprob_places is not None
+            index = int(np.searchsorted(flight.logprob_places, place))
             logprobs = token_logprobs_of(flight.logprobs, index, token, request.params.logprobs)
         try:
             stop = request.take(sequence, token, logprobs)
