@@ -230,6 +230,10 @@ def test_a_row_for_every_change_of_a_pool(pool: PagePool) -> None:
     assert claimed == returned == 5
 
 
+def test_the_calls_that_change_a_pool_are_its_own() -> None:
+    assert all(callable(vars(PagePool).get(name)) for name in recording.CHANGES)
+
+
 def test_cached_pages_show(pool: PagePool) -> None:
     with pageforge.record(pool) as recorded:
         table = pool.new_table()

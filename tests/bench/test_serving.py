@@ -69,11 +69,11 @@ def test_a_request_that_fails_fails_the_way(model, tokenizer, monkeypatch) -> No
         pytest.raises(ValueError, match="planted"),
         serving.WAYS["engine"].open(Setting(model, tokenizer, JOBS)) as server,
     ):
-        monkeypatch.setattr(
-            server.engine._core.runner,
-            "launch",
-            lambda *_: (_ for _ in ()).throw(ValueError("planted")),
-        )
+
+        def fail(*arguments: object, **options: object) -> None:
+            raise ValueError("planted")
+
+        monkeypatch.setattr(server.engine._core.runner, "launch", fail)
         server.serve_all(JOBS, [0.0] * 4)
 
 
