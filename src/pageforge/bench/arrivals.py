@@ -108,7 +108,7 @@ def _at_every_rate(
         if bench.repeats:
             race.again(name, run=1)
         lane = race.lanes[name]
-        server, offline = lane.server, len(bench.jobs(workload, 0)) / lane.median
+        server, offline = lane.server, len(lane.outputs) / lane.median
         if server.engine is not None and bench.device.type == "cuda":
             _serve(bench, server, workload, 2, offline * WARMING)
         for repeat, load in enumerate(bench.loads, 3):
