@@ -152,6 +152,16 @@ def test_throughput_on_the_cpu(invoke, tmp_path: Path) -> None:
     assert record["tokens_per_s"] > 0
 
 
+def test_requests_that_arrive_on_the_cpu(invoke, tmp_path: Path) -> None:
+    arguments = ("--device", "cpu", "--only", "arrivals", "--way", "engine", "--requests", "3")
+    done = invoke("bench", "throughput", *arguments, "--burstiness", "0.5", "--out", tmp_path)
+    assert done.exit_code == 0, done.output
+    assert "tiny, azure-chat, arriving: 3 requests" in done.stdout
+    found = [r for r in read_results(tmp_path / "throughput.jsonl").results if "ttft_p50_ms" in r]
+    assert len(found) == 9
+    assert {(r["burstiness"], r["way"], r["requests"]) for r in found} == {(0.5, "engine", 3)}
+
+
 @pytest.mark.parametrize(
     ("arguments", "code", "message"),
     [
@@ -171,6 +181,7 @@ def test_throughput_on_the_cpu(invoke, tmp_path: Path) -> None:
         (("all", "--device", "cpu", "--out", "/nowhere/out"), 2, "no such folder"),
         (("throughput", "--only", "everything"), 2, "expected one of first-token, uniform"),
         (("throughput", "--way", "magic"), 2, "expected one of engine, engine compiled"),
+        (("throughput", "--burstiness", "0"), 2, "than or equal to 0.01"),
         (("throughput", "--dtype", "int8"), 2, "expected one of float32, float16"),
         (("compare", "/nowhere", "/nowhere"), 2, "does not exist"),
         (("latency", "--device", "toaster"), 1, "expected cpu or cuda"),

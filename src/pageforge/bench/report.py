@@ -69,9 +69,13 @@ class Report:
 
     def _write(self, kind: str, **fields: Any) -> None:
         if self._path is not None:
-            line = json.dumps(jsonable({"kind": kind, **fields}))
             with self._path.open("a", encoding="utf-8") as file:
-                file.write(line + "\n")
+                file.write(line(kind, **fields))
+
+
+def line(kind: str, **fields: Any) -> str:
+    """A line of a result file."""
+    return json.dumps(jsonable({"kind": kind, **fields})) + "\n"
 
 
 def machine(device: torch.device, commit: str | None = None) -> dict[str, Any]:

@@ -7,6 +7,7 @@ from typing import Annotated
 import torch
 
 from pageforge.bench import throughput as question
+from pageforge.bench.online import POISSON
 from pageforge.bench.serving import WAYS
 from pageforge.bench.throughput_context import MOST_REPEATS
 from pageforge.cli import options
@@ -26,6 +27,7 @@ from pageforge.cli.bench_options import (
 EXAMPLES = (
     "pageforge bench throughput --out results",
     "pageforge bench throughput --model llama-8b --only sharegpt --way engine",
+    "pageforge bench throughput --only arrivals --burstiness 0.25",
 )
 
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
@@ -47,7 +49,7 @@ def throughput(
         list[str] | None,
         options.option(
             "--way",
-            help=f"Only these of: {', '.join(WAYS)}, for uniform and sharegpt; several times.",
+            help=f"Only these of: {', '.join(WAYS)}, where ways are compared; several times.",
             panel=WHAT,
             metavar="NAME",
         ),
@@ -67,6 +69,15 @@ def throughput(
             min=1,
         ),
     ] = None,
+    burstiness: Annotated[
+        float,
+        options.option(
+            "--burstiness",
+            help="Of requests that arrive: 1 is a Poisson process, less comes in bursts.",
+            panel=WHAT,
+            min=0.01,
+        ),
+    ] = POISSON,
     dtype: Annotated[
         str | None,
         options.option(
@@ -84,8 +95,9 @@ def throughput(
     """How many tokens a second does the engine make, beside transformers' own ways?
 
     Whole workloads on one model of random weights; the host's work and the device's idle time a
-    step; what a shared prefix, samples of one prompt and a pool that is too small cost. On the CPU
-    by default a tiny trial; --quick divides counts and lengths by 8 and repeats nothing.
+    step; what a shared prefix, samples of one prompt and a pool that is too small cost; how long
+    requests wait that arrive one after the other. On the CPU by default a tiny model; there, and
+    with --quick, counts and lengths are divided.
     """
     known("--only", only or [], question.SECTIONS)
     known("--way", way or [], WAYS)
@@ -102,4 +114,5 @@ def throughput(
         bench = question.bench_of(run, dtype=DTYPES[dtype] if dtype else None, requests=requests)
         bench.ways = way or ()
         bench.repeats = repeats or bench.repeats
+        bench.burstiness = burstiness
         question.run(bench, only or ())
