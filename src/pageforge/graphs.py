@@ -157,10 +157,14 @@ class GraphMemory(NamedTuple):
 class CapturedStep:
     """One decode step of a model as a CUDA graph."""
 
-    def __init__(self, run: Callable[[], Any], memory: GraphMemory):
-        """Capture `run`, which reads StepInputs without tokens.
+    def __init__(
+        self, run: Callable[[], Any], memory: GraphMemory, undo: Callable[[], None] | None = None
+    ):
+        """Capture `run`, which reads tensors that stay where they are.
 
-        Raises what `run` raises, and RuntimeError where it does what a graph cannot repeat.
+        `undo` sets back what a run counts up, after each run that comes before the capture: it has
+        to find what the first one found. Raises what `run` raises, and RuntimeError where it does
+        what a graph cannot repeat.
         """
         stream = memory.stream
         stream.wait_stream(torch.cuda.current_stream())
@@ -169,6 +173,8 @@ class CapturedStep:
             with torch.cuda.stream(stream):
                 for _ in range(WARM_UPS):
                     run()
+                    if undo is not None:
+                        undo()
             self.outputs = self._capture(run, memory)
         finally:  # also if it failed: what was launched uses tensors that are freed then
             torch.cuda.current_stream().wait_stream(stream)

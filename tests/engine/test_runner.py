@@ -3,15 +3,57 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from typing import Any
 
 import pytest
+import torch
 from tests.engine.served import check, engine_on, launch_ahead, prompts
 from tests.ops.cache_cases import interpreted
 
 from pageforge import ops
 from pageforge.engine import SamplingParams
+from pageforge.engine import runner as runner_module
 from pageforge.engine.runner import Runner
+
+
+class StandIn:
+    """What CapturedStep is, without a graph: it runs a step twice before it is captured."""
+
+    def __init__(self, run: Callable[[], Any], memory: object, undo: Callable[[], None]):
+        for _ in range(2):
+            run()
+            undo()
+        self._run = run
+
+    def replay(self) -> None:
+        self.outputs = self._run()
+
+
+@pytest.fixture
+def captures(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Runner, "_uses_graphs", True)
+    monkeypatch.setattr(runner_module, "CapturedStep", StandIn)
+    monkeypatch.setattr(torch.cuda, "graph_pool_handle", object)
+    monkeypatch.setattr(torch.cuda, "Stream", lambda device: None)
+
+
+@pytest.mark.parametrize("most", [7, 64])
+def test_what_runs_before_a_capture_does_no_harm(
+    most: int, captures: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rows' page tables have what longer rows before them left there: others' pages by now."""
+    launch_ahead(monkeypatch)
+    asked = prompts(60, seed=3)
+    counts = [2 + 5 * number % 31 for number in range(60)]
+    params = [SamplingParams(max_tokens=count, temperature=0) for count in counts]
+    with engine_on("llama", max_running=10, max_batch_tokens=most, prefix_cache=False) as engine:
+        for _ in range(2):
+            engine._core.runner.forget_graphs()
+            outputs = engine.generate(asked, params)
+            for prompt, count, output in zip(asked, counts, outputs, strict=True):
+                check("llama", prompt, count, output.token_ids)
+        assert engine.stats().num_replays > 100
 
 
 @pytest.mark.parametrize(

@@ -580,7 +580,8 @@ class Runner:
     def _capture(self, shape: StepShape, loaded: _Loaded) -> CapturedStep | str:
         """A captured step, or why there can be none.
 
-        What it runs meanwhile does no harm: what it counts up is set back.
+        What it runs meanwhile does no harm: the same tokens are written to the same places, since
+        what a run counts up is set back.
         """
         if not self._allow_hooks and (reason := hooks_on(self._model)) is not None:
             return reason
@@ -590,12 +591,19 @@ class Runner:
         state, inputs = ModelState(self._model), loaded.inputs
         before, last_tokens = inputs.max_query_len, self.last_tokens.clone()
         inputs.max_query_len = 1 if shape.decodes else shape.tokens
+
+        def undo() -> None:
+            self._send()
+            self.last_tokens.copy_(last_tokens)
+
         began = time.perf_counter()
         try:
             forward: Callable[[_Loaded], Tensor] = self._forward
             if self._compile and shape.decodes:
                 forward = self._compiled_forward(loaded)
-            step = CapturedStep(lambda: self._finish(shape, loaded, forward(loaded)), self._memory)
+            step = CapturedStep(
+                lambda: self._finish(shape, loaded, forward(loaded)), self._memory, undo
+            )
         except torch.cuda.OutOfMemoryError:
             return "there is not enough memory to capture a step"
         except Exception as error:  # whatever a model does that a graph cannot repeat
@@ -603,8 +611,6 @@ class Runner:
             return f"a step cannot be captured: {error}"
         finally:
             inputs.max_query_len = before
-            self._send()
-            self.last_tokens.copy_(last_tokens)
         if (change := state.change()) is not None:
             return f"{change} in each forward"
         self._state = self._state or state
