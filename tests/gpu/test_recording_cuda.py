@@ -76,7 +76,8 @@ def test_an_engine_and_its_pool(model: PreTrainedModel) -> None:
         with pageforge.record(engine) as recorded, pageforge.record(engine._pool) as pages:
             engine.generate([[3, 4, 5], [6] * 20, [7]], params)
             stats = engine.stats()
-        assert recorded.num_steps - stats.num_steps in (0, 1)  # the last one may only wait for tokens
+        # The last step may only wait for tokens.
+        assert recorded.num_steps - stats.num_steps in (0, 1)
         assert recorded.rows[-1]["total_tokens"] == stats.num_computed_tokens
         assert stats.num_replays > 0
     assert recorded.rows[-1]["pages_used"] == pages.rows[-1]["pages_used"] == 0
