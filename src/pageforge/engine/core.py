@@ -42,6 +42,9 @@ NO_TOKEN = -1
 End = tuple[FinishReason, Any]
 """Why a sequence ends, and its cause: the stop id or string, or the exception."""
 
+Ending = tuple[Sequence, FinishReason, Any]
+"""A sequence that is to end, and the same of it."""
+
 
 class Listener(Protocol):
     """Whose sequences these are: told of what becomes of them.
@@ -122,7 +125,7 @@ class Core:
         self._pages = _PoolPages(pool)
         self._flights: deque[Flight] = deque()  # launched, the oldest first
         self._arrived: deque[tuple[Flight, int]] = deque()  # tokens that may mean something
-        self._ending: deque[tuple[Sequence, FinishReason, Any]] = deque()  # as those have said
+        self._ending: deque[Ending] = deque()  # as those have said
         self._kept: list[Any] = []
         self._parents: list[Sequence] = []
         self._has_windows = any(group.shape.window for group in pool.geometry.groups)
@@ -460,7 +463,7 @@ class Core:
         self._take_arrived()  # those that an interrupt has left
         while len(self._flights) > in_flight:
             self._wait_for(self._flights[0])
-            self._note(self._flights.popleft())
+            self._note_oldest()
             self._take_arrived()
 
     def _wait_for(self, flight: Flight) -> None:
@@ -473,25 +476,30 @@ class Core:
             if not sequence.is_finished:
                 self._listener.on_prompt_logprobs(sequence, first, logprobs.on_host())
 
-    def _note(self, flight: Flight) -> None:
-        """Make a step's tokens known; all rows at once, however many there are."""
+    def _note_oldest(self) -> None:
+        """Make the oldest step's tokens known; all rows at once, however many there are."""
+        flight = self._flights[0]
         tokens = flight.tokens.numpy()
         is_current = self.rows.epoch[flight.rows] == flight.epochs
         rows, found = flight.rows[is_current], tokens[is_current]
         lengths = self.rows.length[rows]
-        self.rows.tokens[rows, lengths] = found
-        self.rows.length[rows] += found != NO_TOKEN
-        self.rows.pending[rows] -= 1
         stops = (found[:, None] == self._stop_ids[rows]).any(1) | (found == NO_TOKEN)
         is_last = lengths == self.rows.most_computed[rows]  # all but this one
         is_first = lengths == self.rows.prompt[rows]
         matters = stops | is_first | is_last | self._is_watched[rows]
         others = np.flatnonzero(~is_current).tolist()  # moved to another row, or lost their own
+        places = np.flatnonzero(is_current)[matters].tolist() + others
+        arrived = [(flight, place) for place in places]
+        ending: list[Ending] = [(sequence, "length", None) for sequence in flight.scored]
         for place in others:
             self._catch_up(*flight.at(place))
-        places = np.flatnonzero(is_current)[matters].tolist()
-        self._arrived += [(flight, place) for place in places + others]
-        self._ending += [(sequence, "length", None) for sequence in flight.scored]
+        # Nothing is called from here on, so that Python lets no interrupt in between.
+        self.rows.tokens[rows, lengths] = found
+        self.rows.length[rows] += found != NO_TOKEN
+        self.rows.pending[rows] -= 1
+        self._arrived += arrived
+        self._ending += ending
+        del self._flights[0]
 
     def _catch_up(self, sequence: Sequence, token: int) -> None:
         """Make a token known of a sequence that is not where it was."""
