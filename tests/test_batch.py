@@ -223,6 +223,30 @@ def test_copy_on_write_copies_what_the_page_held(pool: PagePool) -> None:
         assert (pool.pages(group)[theirs[1]] == 5.0).all()
 
 
+def test_a_row_whose_copy_fails_keeps_its_pages(
+    pool: PagePool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    batch = SequenceBatch(pool, [0, 0])
+    batch.append(12)
+    child = batch.fork()
+
+    def fail(*args: object) -> None:
+        raise torch.OutOfMemoryError("planted")
+
+    with monkeypatch.context() as patched, pytest.raises(OutOfPages, match="copy shared pages"):
+        patched.setattr(ops, "copy_pages", fail)
+        child.append(1)
+    for group in (0, 1):
+        assert [t.pages(group) for t in child.tables] == [t.pages(group) for t in batch.tables]
+    for each in (batch, child):
+        assert each.length == 12
+        check(each)
+    check_pool(pool, batch, child)
+    child.append(1)
+    check(child)
+    check_pool(pool, batch, child)
+
+
 def test_page_tables_that_are_made_in_inference_mode(pool: PagePool) -> None:
     """They can be brought up to date outside of it."""
     with torch.inference_mode():
@@ -504,9 +528,41 @@ def test_a_device_that_has_no_memory_for_a_page_table(
             batch.fork()
     assert batch.tables is tables
     check(batch)
+    check_pool(pool, batch)
     batch.append(1)
     check(batch)
-    pool.check_invariants()
+    check_pool(pool, batch)
+
+
+def test_a_fork_without_memory_for_its_page_table_shares_no_page(
+    pool: PagePool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    batch = SequenceBatch(pool, [0, 0])
+    batch.append(12)
+
+    def fail(*args: object) -> None:
+        raise torch.OutOfMemoryError("planted")
+
+    with monkeypatch.context() as patched, pytest.raises(torch.OutOfMemoryError):
+        patched.setattr(_PageTableMirror, "copy", fail)
+        batch.fork()
+    check_pool(pool, batch)
+
+
+def test_restored_rows_that_a_device_has_not_taken_give_their_pages_back(
+    pool: PagePool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    contents = [torch.zeros(2, pool.pages(group).shape[1]) for group in (0, 1)]
+    batch = SequenceBatch(pool, [0])
+
+    def fail(*args: object) -> None:
+        raise torch.OutOfMemoryError("planted")
+
+    with monkeypatch.context() as patched, pytest.raises(torch.OutOfMemoryError):
+        patched.setattr("pageforge.batch.to_device", fail)
+        batch.restore(contents, [[[0, 1], [0, 1]]], 12)
+    assert len(batch) == 0
+    assert pool.stats().pages_used == 0
 
 
 def test_a_batch_that_was_released_holds_no_device_memory(pool: PagePool) -> None:
@@ -595,8 +651,8 @@ def test_growing_inside_a_page_copies_what_others_got_meanwhile(event: str) -> N
     elif event == "fork of a table":
         others = [pool.fork(table) for table in batch.tables]
     elif event == "publish":
-        for group in range(2):
-            batch.tables[0]._allocators[group].publish(batch.tables[0].pages(group)[-1])
+        for index, group in enumerate(pool._groups):
+            group.prefix.publish(range(SIZE), batch.tables[0].pages(index))
     elif event == "select":
         batch.select([0, 0])
     else:

@@ -10,7 +10,7 @@ import resource
 import sys
 import threading
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,13 +19,23 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tests.store.fake_driver import FakeDriver, install
-from tests.store.pool_model import STEPS, PoolModel, Step, random_steps, two_groups
+from tests.store.fake_driver import FakeDriver, HostStore, install
+from tests.store.pool_model import (
+    SHARING_STEPS,
+    STEPS,
+    Export,
+    PoolModel,
+    Sequence_,
+    Step,
+    random_steps,
+    two_groups,
+)
 
 import pageforge.pool
 from pageforge import KVGeometry, LayerShape, PagePool, PageTable, ops
 from pageforge.batch import SequenceBatch
 from pageforge.errors import (
+    CropError,
     GeometryError,
     OutOfPages,
     PageError,
@@ -361,17 +371,116 @@ def test_restore_that_fails_loses_nothing(driver: FakeDriver) -> None:
         {"rows": [[[0, 1], [0, 2]]]},  # a page that is not there
         {"rows": [row, [[0], [0]]]},  # too few pages for the second row
         {"rows": [row, row, row]},  # more rows than starts
+        {"starts": [0, -1]},
+        {"starts": [0, "8"]},
         {"length": 40},
     ):
         arguments = {"contents": contents, "rows": [row, row], "starts": [0, 0], "length": 16}
-        with pytest.raises((PageError, RuntimeError, IndexError, ValueError)):
+        with pytest.raises((PageError, RuntimeError, IndexError, ValueError, TypeError)):
             pool.restore(**(arguments | bad))
         assert numbers(pool.stats()) == (0, 0, 100)
         pool.check_invariants([])
     with pytest.raises(OutOfPages):
-        pool.restore([torch.zeros(60, LARGE // 4), torch.zeros(2, SMALL // 4)], [], [], 0)
+        pool.restore([torch.zeros(60, LARGE // 4), torch.zeros(2, SMALL // 4)], [row], [0], 16)
     tables = pool.restore(contents, [row, row], [0, 0], 16)
     assert numbers(pool.stats()) == (4, 0, 96)
+    pool.check_invariants(tables)
+
+
+def _shared_tail(model: PoolModel) -> list[Sequence_]:
+    """A fork will write to a page that it shares."""
+    model.fork(model.sequences[0], 0)
+    return model.sequences[1:]
+
+
+def _shared_middle(model: PoolModel) -> list[Sequence_]:
+    """The other one goes on behind the shared page."""
+    model.fork(model.sequences[0], 0)
+    model.crop(model.sequences[1], 9)
+    return model.sequences[1:]
+
+
+def _published(model: PoolModel) -> list[Sequence_]:
+    """A page that others can find has lost its last tokens to a crop."""
+    model.publish(model.sequences[0], 0)
+    model.crop(model.sequences[0], 9)
+    return model.sequences
+
+
+def _exported(model: PoolModel) -> list[Sequence_]:
+    for group in range(2):
+        (*_, last) = model.sequences[0].table.pages(group)
+        view = model.pool.export_pages(last, group=group)
+        model.exports.append(Export(group, [last], view, view.clone()))
+    return model.sequences
+
+
+def _whole_batch(model: PoolModel) -> list[Sequence_]:
+    """Of three holders two copy, and a fourth row of another length only grows."""
+    model.fork(model.sequences[0], 0)
+    model.fork(model.sequences[0], 0)
+    model.new(13)
+    return model.sequences
+
+
+class FullDevice:
+    """`ops.copy_pages` on a device without memory: call number `fails` spoils what it writes to."""
+
+    def __init__(self, fails: int, error: BaseException):
+        self.calls, self.fails, self.error = 0, fails, error
+
+    def __call__(self, pages: torch.Tensor, source: torch.Tensor, target: torch.Tensor) -> None:
+        self.calls += 1
+        if self.calls == self.fails:
+            pages[target] = -1.0
+            raise self.error
+        ops.reference.copy_pages(pages, source, target)
+
+
+@pytest.mark.parametrize("group", [1, 2], ids=["first group", "second group"])
+@pytest.mark.parametrize(
+    "share", [_shared_tail, _shared_middle, _published, _exported, _whole_batch]
+)
+def test_a_copy_that_finds_no_memory_changes_nothing(
+    share: Callable[[PoolModel], list[Sequence_]],
+    group: int,
+    driver: FakeDriver,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    model = PoolModel(PagePool(two_groups(), max_pages=40))
+    model.new(0)
+    model.append(model.sequences[0], 21)
+    rows = share(model)
+    model.check()
+    for tokens in (1, 20):  # the copies alone, and more pages beside them
+        device = FullDevice(group, torch.OutOfMemoryError("planted"))
+        with monkeypatch.context() as patched:
+            patched.setattr(ops, "copy_pages", device)
+            model._append(rows, tokens)  # which sees to it that nothing changes
+        assert device.calls == group
+        model.check()
+    assert model.outs == 2
+    model._append(rows, 1)
+    model.check()
+    assert model.outs == 2
+    assert driver.touched_unmapped() == []
+    _ends_clean(model)
+
+
+@pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt, MemoryError])
+def test_a_copy_may_fail_in_any_way(
+    error: type[BaseException], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pool = PagePool(two_groups(), max_pages=40)
+    (table,) = grow(pool, 21)
+    tables = [table, pool.fork(table)]
+    before = [(each.length, each.pages(0), each.pages(1)) for each in tables]
+    count = numbers(pool.stats())
+    with monkeypatch.context() as patched, pytest.raises(error, match="planted"):
+        patched.setattr(ops, "copy_pages", FullDevice(2, error("planted")))
+        pool.append(tables, 9)
+    assert before == [(each.length, each.pages(0), each.pages(1)) for each in tables]
+    assert count == numbers(pool.stats())
     pool.check_invariants(tables)
 
 
@@ -383,6 +492,216 @@ def test_crop_of_a_batch_is_all_or_nothing() -> None:
         pool.crop(tables, 40)
     assert [table.length for table in tables] == [100, 100]
     pool.check_invariants(tables)
+
+
+def test_only_what_can_be_gone_on_from_is_saved() -> None:
+    """A window of 20 has lost the pages that a shorter sequence would see, and padding is none."""
+    pool = PagePool(two_groups(), max_pages=50)
+    (table,) = grow(pool, 100)
+    padded = pool.new_table(20)
+    pool.append([padded], 100)
+    pool.slide([table, padded])
+    first = table.first_page(1)
+    for each, tokens in ((table, 101), (padded, 101), (table, first * 8 + 18), (table, 24)):
+        for call in (pool.save, pool.num_bytes):
+            with pytest.raises(CropError):
+                call(each, tokens)
+    for each, tokens, counts in (
+        (table, 100, [13, 13 - first]),
+        (table, first * 8 + 19, [first + 3, 3]),
+        (table, 0, [0, 0]),
+        (padded, 100, [11, 13 - padded.first_page(1)]),
+        (padded, 20, [1, 0]),
+        (padded, 3, [0, 0]),
+    ):
+        contents = pool.save(each, tokens)
+        assert [len(pages) for pages in contents] == counts
+        assert pool.num_bytes(each, tokens) == sum(pages.nbytes for pages in contents)
+        rows = [[range(count) for count in counts]]
+        (restored,) = pool.restore(contents, rows, [each.start], tokens)
+        pool.append([restored], 30)
+        pool.check_invariants([table, padded, restored])
+        pool.release([restored])
+
+
+@pytest.mark.parametrize(
+    "limit", [{"max_pages": 40}, {"max_memory": 50 * LARGE}, {"max_memory": 60 * LARGE}]
+)
+def test_what_a_table_would_give_back(limit: dict[str, int]) -> None:
+    """As many pages as all groups can hand out more then: what the one without a window lacks."""
+    pool = PagePool(two_groups(), **limit)
+    tables = grow(pool, 64, tables=4)
+    pool.slide(tables[:3])
+    assert len(tables[0].pages(1)) == 4
+    publish(pool, tables[3])
+    tables.append(pool.fork(tables[0]))
+    found = []
+    while tables:
+        before, found = pool.num_available, [*found, pool.num_reclaimable(tables[-1])]
+        pool.release([tables.pop()])
+        assert pool.num_available - before == found[-1]
+    assert found[0] == 0  # all of the fork's pages are another one's too
+    assert max(found) > 4
+
+
+# --- prefixes that sequences share ------------------------------------------------------------
+
+
+def begin(model: PoolModel, tokens: list[int]) -> Sequence_:
+    """A sequence that takes what is known of `tokens`, and computes the rest of them."""
+    found = model.pool.match_prefix(tokens)
+    model.take(model.pool.adopt_prefix(found), tokens[: found.num_tokens])
+    sequence = model.sequences[-1]
+    sequence.cursors = found.cursors
+    extend(model, sequence, tokens[found.num_tokens :])
+    return sequence
+
+
+def extend(model: PoolModel, sequence: Sequence_, tokens: list[int]) -> None:
+    length = sequence.table.length
+    model.pool.append([sequence.table], len(tokens))
+    model._fill_fresh_pages(model.sequences)
+    model._write(sequence.table, length, tokens)
+    sequence.tokens += tokens
+
+
+def serve(model: PoolModel, tokens: list[int], prompt: int) -> None:
+    """As the engine does: prompts are published at once, what comes after them at the end."""
+    sequence = begin(model, tokens[:prompt])
+    model.publish(sequence, 0)
+    for token in tokens[prompt:]:
+        model.pool.slide([sequence.table])
+        extend(model, sequence, [token])
+    model.check_contents(sequence)
+    model.publish(sequence, 0)
+    model.release(sequence, 0)
+
+
+WIDTHS = [1, 2, 7, 8, 9, 16, 17, 20]
+
+
+@pytest.mark.parametrize("prompt", [1, 12])
+@pytest.mark.parametrize("window", WIDTHS)
+def test_a_next_turn_finds_all_of_the_last_one(window: int, prompt: int) -> None:
+    """What the first one generated has left the window for the most part, and was never published.
+
+    The whole of it is at and around the edges of the window, with the margin and without.
+    """
+    edges = {window * k + d for k in (1, 2) for d in (-1, 0, 1)}
+    for length in sorted({prompt + edge + margin for edge in edges for margin in (0, 8)}):
+        model = PoolModel(PagePool(two_groups(window=window), max_pages=60))
+        tokens = list(range(1, length + 1))
+        serve(model, tokens, prompt)
+        found = model.pool.match_prefix(tokens)
+        assert found.num_tokens == length // 8 * 8
+        assert len(found.pages[0]) == length // 8
+        oldest = max(0, found.num_tokens - window + 1)
+        assert len(found.pages[1]) >= length // 8 - oldest // 8
+        assert len(found.pages[1]) <= (window + 8 - 1 + 7) // 8 + 1
+        begin(model, [*tokens, 1000])
+        model.check()  # K/V that are not there would show as NaN
+        _ends_clean(model)
+
+
+@pytest.mark.parametrize("chunk", [8, 24, 50])
+def test_a_prompt_in_chunks_is_found_though_its_head_was_evicted(chunk: int) -> None:
+    """Its head left the window and was cached, and others took the pages while it ran."""
+    model = PoolModel(PagePool(two_groups(), max_pages=60))
+    tokens = list(range(1, 201))
+    sequence = begin(model, [])
+    for start in range(0, 200, chunk):
+        model.pool.slide([sequence.table])
+        extend(model, sequence, tokens[start : start + chunk])
+        model.publish(sequence, 0)
+        windowed = model.pool._groups[1].allocator
+        windowed.evict(windowed.num_cached)
+    model.release(sequence, 0)
+    found = model.pool.match_prefix(tokens)
+    assert found.num_tokens == 200
+    assert 0 < len(found.pages[1]) < 25
+    begin(model, [*tokens, 1000])
+    model.check()
+
+
+def test_a_hit_ends_where_the_windows_pages_are_there() -> None:
+    """Whichever page of a window is gone: no hit lacks one, and none is shorter than it must be."""
+    tokens = list(range(1, 201))
+    for lost in range(25):
+        model = PoolModel(PagePool(two_groups(), max_pages=60))
+        serve(model, tokens, 200)
+        index = model.pool._groups[1].prefix
+        model.pool._groups[1].allocator.unpublish(index.match(tokens)[lost])
+        found = model.pool.match_prefix(tokens)
+        # The next token of n pages sees those from (8 * n - 19) // 8 on.
+        possible = [n for n in range(26) if not max(0, 8 * n - 19) // 8 <= lost < n]
+        assert found.num_tokens == 8 * max(possible)
+        assert len(found.pages[1]) == (3 if lost == 21 else 4)
+        begin(model, [*tokens[: found.num_tokens], 1000])
+        model.check()
+
+
+@pytest.mark.parametrize("group", [0, 1])
+@pytest.mark.parametrize("taken", [False, True], ids=["free", "another's"])
+def test_a_prefix_that_was_evicted_since_is_not_adopted(group: int, taken: bool) -> None:
+    """Another thread may come between match and adopt."""
+    pool = PagePool(two_groups(), max_pages=20)
+    model = PoolModel(pool)
+    serve(model, list(range(1, 17)), 16)
+    found = pool.match_prefix(range(1, 17))
+    assert found.num_tokens == 16
+    allocator = pool._groups[group].allocator
+    allocator.evict(1)
+    pages = allocator.allocate(1) if taken else []
+    before = numbers(pool.stats())
+    with pytest.raises(PageError, match=r"pages that were evicted since; match again"):
+        pool.adopt_prefix(found)
+    assert numbers(pool.stats()) == before
+    allocator.release(pages)
+    pool.check_invariants([])
+    assert pool.adopt_prefix(pool.match_prefix(range(1, 17))).length == 8
+    pool.drop_prefix_cache()
+    with pytest.raises(PageError, match="evicted since"):
+        pool.adopt_prefix(found)
+
+
+def test_only_what_a_table_holds_is_published() -> None:
+    pool = PagePool(two_groups(), max_pages=20)
+    padded, short, released = pool.new_table(3), pool.new_table(), pool.new_table()
+    pool.append([padded, short, released], 16)
+    pool.release([released])
+    for table, tokens, error, message in (
+        (padded, 16, PageError, "tokens: expected at most 16, without left padding"),
+        (short, 17, PageError, "tokens: expected at most 16, .* got 17"),
+        (released, 16, UseAfterFree, "it was released"),
+    ):
+        cursors = pool.match_prefix([]).cursors
+        before = list(cursors)
+        with pytest.raises(error, match=message):
+            pool.publish_prefix(table, range(tokens), cursors)
+        assert cursors == before
+    assert pool.match_prefix(range(17)).num_tokens == 0
+    pool.publish_prefix(short, range(16), cursors)
+    assert pool.match_prefix(range(17)).num_tokens == 16
+
+
+def test_pages_of_a_prefix_that_cost_nothing() -> None:
+    """In a window's group only a few pages hold a prefix: the others are not to be paid for."""
+    model = PoolModel(PagePool(two_groups(), max_pages=60))
+    tokens = list(range(1, 201))
+    serve(model, tokens, 200)
+    assert model.pool.match_prefix(tokens).num_used == 0  # all 25 pages of the first are cached
+    first = begin(model, tokens)
+    assert model.pool.match_prefix(tokens).num_used == 25  # and now shared, in both groups
+    short = model.pool.match_prefix(tokens[:96])
+    assert [len(pages) for pages in short.pages] == [12, 4]
+    assert short.num_used == 12 - 4  # the second group's are cached still
+    available = [group.allocator.num_available for group in model.pool._groups]
+    second = begin(model, tokens[:96])
+    after = [group.allocator.num_available for group in model.pool._groups]
+    assert [a - b for a, b in zip(available, after, strict=True)] == [0, 4]
+    model.release(first, 0)
+    model.release(second, 0)
+    _ends_clean(model)
 
 
 # --- memory that comes and goes ---------------------------------------------------------------
@@ -456,6 +775,80 @@ def test_pages_ahead_are_claimed_where_that_is_easy_alone(short: str, driver: Fa
     pool.check_invariants([table])
 
 
+def test_another_thread_maps_memory_ahead(
+    driver: FakeDriver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A step that needs it does not call the driver, and waits where it is not there yet."""
+    threads: list[int] = []
+    may_go_on = threading.Event()
+    create = driver.cuMemCreate
+
+    def slow(*args: Any) -> Any:
+        threads.append(threading.get_ident())
+        assert may_go_on.wait(10)
+        return create(*args)
+
+    pool = PagePool(one_group(), max_pages=1000)
+    tables = grow(pool, 3 * 8)  # with page 0 the pages of a chunk
+    monkeypatch.setattr(driver, "cuMemCreate", slow)
+    assert pool.stats().bytes_mapped == G
+    pool.map_ahead(5)
+    pool.map_ahead(5)
+    threading.Timer(0.05, may_go_on.set).start()
+    pool.append(tables, 5 * 8)
+    assert len(threads) == 2 and threading.get_ident() not in threads
+    assert pool.stats().bytes_mapped == driver.mapped == 3 * G
+    pool.append(tables, 4 * 8)
+    assert threads[2:] == [threading.get_ident()], "nobody had asked for more"
+    pool.close()
+    driver.assert_nothing_left()
+
+
+def test_memory_mapped_ahead_goes_where_it_is_not_needed(driver: FakeDriver) -> None:
+    pool = PagePool(two_groups(), max_memory="1MiB")
+    table = grow(pool, 8)[0]
+    pool.map_ahead(40)
+    pool._ahead.wait()
+    mapped = driver.mapped
+    assert pool.stats().bytes_mapped == mapped > 40 * (SMALL + LARGE)
+    pool.map_ahead(40)
+    pool.map_ahead(0)
+    pool.map_ahead(-3)
+    pool._ahead.wait()
+    assert driver.mapped == mapped
+    pool.trim()
+    assert pool.stats().bytes_mapped == driver.mapped < 3 * G + 2 * G
+    pool.append([table], 40 * 8)
+    pool.map_ahead(20)
+    pool.check_invariants([table])
+    pool.close()  # while it is being mapped, perhaps
+    driver.assert_nothing_left()
+
+
+@pytest.mark.parametrize("short", ["ids", "budget", "device"])
+def test_memory_is_mapped_ahead_within_bounds(short: str, driver: FakeDriver) -> None:
+    most = {"ids": {"max_pages": 10}, "device": {"max_memory": 1 << 20}}
+    pool = PagePool(two_groups(), **most.get(short, {"max_memory": 12 * (SMALL + LARGE)}))
+    (table,) = grow(pool, 8 * 8)
+    if short == "device":
+        driver.capacity = driver.physical + G
+    pool.map_ahead(100)
+    pool._ahead.wait()
+    stats = pool.stats()
+    assert stats.bytes_mapped <= driver.capacity
+    # As all that is open, a chunk's memory may reach over the end of the budget.
+    assert stats.bytes_mapped <= stats.bytes_total + 4 * G
+    if short == "device":
+        with pytest.raises(OutOfPages):
+            pool.append([table], 100 * 8)
+        pool.check_invariants([table])
+        driver.capacity = 1 << 40
+    pool.append([table], 2 * 8)
+    pool.check_invariants([table])
+    pool.trim()
+    assert pool.stats().bytes_mapped == driver.mapped == driver.physical
+
+
 def test_the_watermark_avoids_thrashing(driver: FakeDriver) -> None:
     pool = PagePool(one_group(), max_pages=1000)
     assert driver.mapped == G
@@ -523,6 +916,78 @@ def test_a_chunk_may_be_reopened_before_it_is_unmapped(
     pool.release(tables)
     pool.trim()
     assert driver.mapped == G
+
+
+@pytest.mark.parametrize("call", ["_record_events", "before unmap", "after unmap"])
+@pytest.mark.parametrize("end", ["release", "crop", "abandon", "trim"])
+def test_memory_that_could_not_be_given_back_goes_later(
+    end: str, call: str, driver: FakeDriver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A failing driver, or an interrupt, loses no chunk: it is unmapped by a later call."""
+    pool = PagePool(two_groups(), max_pages=200)
+    kept, *tables = grow(pool, 80, tables=5)
+    if end == "trim":
+        monkeypatch.setattr(PagePool._shrink, "__defaults__", (1 << 30, None))
+        pool.release(tables)
+    unmap, failures = HostStore.unmap, [RuntimeError("planted")]
+
+    def fail(*args: Any) -> None:
+        if call == "after unmap":
+            unmap(*args)
+        if failures:
+            raise failures.pop()
+        if call == "before unmap":
+            unmap(*args)
+
+    ends: dict[str, Callable[[], None]] = {
+        "release": lambda: pool.release(tables),
+        "crop": lambda: pool.crop(tables, 0),
+        "abandon": lambda: pool.abandon(tables),
+        "trim": pool.trim,
+    }
+    with monkeypatch.context() as patched, pytest.raises(RuntimeError, match="planted"):
+        if call == "_record_events":
+            patched.setattr(pool, call, fail)
+        else:
+            patched.setattr(HostStore, "unmap", fail)
+        ends[end]()
+    assert pool.stats().pages_used == 20
+    pool.trim()
+    held = driver.mapped
+    assert held <= pool.stats().bytes_in_use + 4 * G
+    pool.release(grow(pool, 80, tables=4))
+    pool.trim()
+    assert driver.mapped == driver.physical == pool.stats().bytes_mapped == held
+    pool.check_invariants([kept])
+    assert driver.touched_unmapped() == []
+    pool.close()
+    driver.assert_nothing_left()
+
+
+def test_memory_that_was_mapped_in_vain_goes_back(
+    driver: FakeDriver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The second group's fails for another reason than a full device, and so do events."""
+    pool = PagePool(two_groups(), max_pages=200)
+    (table,) = grow(pool, 8)
+    before, store = driver.mapped, pool._groups[1].store
+
+    def fail(*args: Any) -> None:
+        raise RuntimeError("planted")
+
+    for call in (
+        lambda: pool.append([table], 400),
+        lambda: pool.claim_ahead(pool.new_table(), 40),
+    ):
+        with monkeypatch.context() as patched, pytest.raises(RuntimeError, match="planted"):
+            patched.setattr(store, "map", fail)
+            patched.setattr(pool, "_record_events", fail)
+            call()
+        assert driver.mapped > before
+        pool.trim()
+        assert driver.mapped == before
+    pool.append([table], 400)
+    pool.check_invariants([table])
 
 
 def test_no_stale_memory_after_a_chunk_went_and_came_back() -> None:
@@ -802,6 +1267,26 @@ def test_export_says_what_can_be_exported() -> None:
     pool.release([table])
     assert np.from_dlpack(pool.export_pages(2)).shape == (1, 2, 2, 2, 8, 5)  # a cached one
     pool.check_invariants([])
+
+
+@pytest.mark.parametrize("name", ["use_stream", "export"])
+def test_an_export_that_fails_holds_nothing(
+    name: str, driver: FakeDriver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pool = PagePool(one_group(), max_pages=100)
+    tables = grow(pool, 8)
+
+    def fail(*args: Any) -> None:
+        raise RuntimeError("planted")
+
+    with monkeypatch.context() as patched, pytest.raises(RuntimeError, match="planted"):
+        patched.setattr(pool if name == "use_stream" else pool._groups[0].store, name, fail)
+        pool.export_pages(1)
+    gc.collect()
+    pool.release(tables)
+    assert numbers(pool.stats()) == (0, 0, 100)
+    pool.close()
+    driver.assert_nothing_left()
 
 
 def test_exports_outlive_the_pools_end(driver: FakeDriver) -> None:
@@ -1122,6 +1607,15 @@ def test_long_random_runs(seed: int, elastic: str, monkeypatch: pytest.MonkeyPat
     _ends_clean(model)
 
 
+@pytest.mark.parametrize("seed", range(4))
+def test_prefixes_are_found_under_pressure(seed: int) -> None:
+    """What is evicted from one group, or left its window, never serves; what is there does."""
+    model = PoolModel(PagePool(two_groups(), max_memory=40 * LARGE), most=5)
+    model.run(random_steps(random.Random(seed), 300, SHARING_STEPS))
+    assert model.outs and model.hits > 5 and model.hits_in_a_window > 5
+    _ends_clean(model)
+
+
 def _ends_clean(model: PoolModel) -> None:
     pool = model.pool
     model.end()
@@ -1167,7 +1661,10 @@ def _unmap_used_chunks(self: PagePool, *, wait: bool) -> None:
             bounds = group.chunk_bytes(chunk)
             if bounds in group.store._touched:  # type: ignore[attr-defined]
                 group.store.unmap([bounds])
-        self._retired = {k: v for k, v in self._retired.items() if k[0] != index}
+        for owner, chunk in [retired for retired in self._retired if retired[0] == index]:
+            del self._retired[owner, chunk]
+            if chunk not in chunks[-1:]:
+                group.store.unmap([group.chunk_bytes(chunk)])
 
 
 @pytest.mark.parametrize(

@@ -28,6 +28,7 @@ from pageforge.hf.cache import PagedKVCache
 from pageforge.hf.fast_decode import fast_decode
 from pageforge.memory import PageAllocator, PageTable, PrefixIndex, SequenceAllocator
 from pageforge.pool import PagePool, PoolStats
+from pageforge.recording import Recording, record
 
 __all__ = [
     "Completion",
@@ -48,6 +49,7 @@ __all__ = [
     "ParamsError",
     "PoolStats",
     "PrefixIndex",
+    "Recording",
     "RequestError",
     "RequestOutput",
     "SamplingParams",
@@ -58,6 +60,7 @@ __all__ = [
     "UseAfterFree",
     "__version__",
     "fast_decode",
+    "record",
 ]
 
 _register_attention()

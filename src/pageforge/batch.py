@@ -88,16 +88,17 @@ class SequenceBatch:
     def claim_ahead(self) -> None:
         """Claim some of the pages that rows need next: called at each token, all of them in time.
 
-        To map memory takes the host a while. So it comes a little at each of a page's tokens (but
-        the first, when rows take what was claimed), and not for all rows at once when their pages
-        are full. Does nothing where pages are short.
+        Memory comes a little at each of a page's tokens (but the first, when rows take what was
+        claimed), and not for all rows at once when their pages are full; for the next token's claim
+        it is mapped meanwhile. Does nothing where pages are short.
         """
-        size = self.pool.geometry.page_size
-        num_pages = len(self.tables) * ((self.length - 1) % size) // (size - 1)
+        size, num_rows = self.pool.geometry.page_size, len(self.tables)
+        num_pages = num_rows * ((self.length - 1) % size) // (size - 1)
         if num_pages * size > self._ahead.length:
             self.pool.claim_ahead(self._ahead, num_pages)
-            for mirror in self._mirrors:  # streams are ordered now, and not when the step begins
-                self.pool.use_stream(mirror.device)
+        self.pool.map_ahead(num_rows * (self.length % size) // (size - 1) - num_pages)
+        for mirror in self._mirrors:  # streams are ordered now, and not when the step begins
+            self.pool.use_stream(mirror.device)
 
     def drop_ahead(self) -> None:
         """Give back what `claim_ahead` claimed."""
@@ -144,19 +145,27 @@ class SequenceBatch:
     def fork(self) -> SequenceBatch:
         """A second batch over the same pages (copy-on-write)."""
         child = SequenceBatch(self.pool, [])
-        child.tables = [self.pool.fork(table) for table in self.tables]
+        # First what may find no memory: nobody would give back the pages of half a fork.
         child._mirrors = [mirror.copy() for mirror in self._mirrors]
+        child.tables = [self.pool.fork(table) for table in self.tables]
         child._behind_from = self._behind_from
         return child
 
     def restore(
         self, contents: Sequence[Tensor], rows: Sequence[Sequence[Sequence[int]]], length: int
     ) -> None:
-        """Take saved pages as the contents of empty rows; see `PagePool.restore`."""
+        """Take saved pages as the contents of empty rows; see `PagePool.restore`.
+
+        Where that raises, the rows are gone.
+        """
         starts = [table.start for table in self.tables]
         self._room = (0, 0)
-        self.tables = self.pool.restore(contents, rows, starts, length)
-        self._update_mirrors(0, pages_for(length, self.pool.geometry.page_size))
+        try:
+            self.tables = self.pool.restore(contents, rows, starts, length)
+            self._update_mirrors(0, pages_for(length, self.pool.geometry.page_size))
+        except BaseException:
+            self.release()
+            raise
 
     def release(self) -> None:
         """Give all pages back; the rows are gone."""
@@ -305,12 +314,13 @@ def to_device(array: npt.NDArray[Any], device: torch.device) -> Tensor:
     """`array` as a tensor; on the CPU it shares the memory.
 
     The host does not wait: the copy is made from pinned memory, which torch keeps until it is done.
-    From pageable memory CUDA may first wait for all that was launched before.
+    From pageable memory, where torch would put what has gaps on its way, CUDA may first wait for
+    all that was launched before.
     """
-    tensor = torch.from_numpy(array)
     if device.type != "cuda":
-        return tensor.to(device)
-    return tensor.pin_memory().to(device, non_blocking=True)
+        return torch.from_numpy(array).to(device)
+    dense = torch.from_numpy(np.ascontiguousarray(array))
+    return dense.pin_memory().to(device, non_blocking=True)
 
 
 class _PageTableMirror:

@@ -23,6 +23,11 @@ def ceil_div(numerator: int, denominator: int) -> int:
     return -(-numerator // denominator)
 
 
+def first_visible(position: int, window: int | None) -> int:
+    """The first token that a query at `position` sees; `window`: see LayerShape."""
+    return 0 if window is None else max(0, position - window + 1)
+
+
 @dataclass(frozen=True)
 class LayerShape:
     """What one attention layer stores for each token.

@@ -32,7 +32,7 @@ from pageforge.geometry import (
 from pageforge.memory import PageAllocator, PageTable, PrefixIndex
 from pageforge.memory.allocator import Supply
 from pageforge.memory.page_table import PageCopy, append_all, pages_needed
-from pageforge.memory.prefix import Prefix, PrefixCursor
+from pageforge.memory.prefix import Prefix, PrefixCursor, longest_hit
 from pageforge.ops.launch import stream_handle
 from pageforge.probe import geometry_of
 from pageforge.store import (
@@ -43,6 +43,7 @@ from pageforge.store import (
     open_store,
     parse_memory,
 )
+from pageforge.store.ahead import MappedAhead
 from pageforge.store.base import GRANULE
 
 WATERMARK = 32 << 20
@@ -194,24 +195,26 @@ class PagePool:
         self._exports = 0
         # Closed chunks whose memory is not yet given back: (group, chunk) -> events to wait for.
         self._retired: dict[tuple[int, int], list[torch.cuda.Event]] = {}
+        self._ahead = MappedAhead()  # chunks by (group, chunk)
         # Streams that have touched pages (any of them may still be doing so), and whose turn it is.
-        self._streams: dict[torch.device, set[torch.cuda.Stream]] = {}
+        self._streams: dict[torch.device, dict[int, torch.cuda.Stream]] = {}  # by handle
         self._turns: dict[torch.device, tuple[int, int]] = {}
         self._num_calls = 0
         self._closed = False
         with torch.inference_mode(False):  # else pages could only be written to in that mode
             self._budget, self._groups = _open(geometry, max_pages, max_memory)
+        # A pool that is dropped without close() must not keep the device's memory.
+        stores = [(group.store, group.device) for group in self._groups]
+        self._finalizer = weakref.finalize(self, _end, stores, self._ahead)
+        self._finalizer.atexit = False
         for group in self._groups:
             self.use_stream(group.device)  # which may be zeroing page 0
+        self._bytes_per_page = total_bytes_per_page(geometry.groups)  # of a page in each group
         self._layers = {
             layer: (index, *views)
             for index, group in enumerate(self._groups)
             for layer, views in zip(group.layout.layers, group.layers, strict=True)
         }
-        # A pool that is dropped without close() must not keep the device's memory.
-        stores = [(group.store, group.device) for group in self._groups]
-        self._finalizer = weakref.finalize(self, _close_stores, stores)
-        self._finalizer.atexit = False
 
     @classmethod
     def for_model(
@@ -252,18 +255,16 @@ class PagePool:
     ) -> list[PageCopy]:
         """Room for `num_tokens` more tokens in each table: plan, reserve, commit, all or nothing.
 
-        Pages to be written that other sequences share are copied first; returns these copies.
-        Where pages are needed, those that `ahead` holds are given back first, for these to take.
-        Raises OutOfPages.
+        Pages to be written that other sequences share are copied before the commit; returns these
+        copies. Where pages are needed, those that `ahead` holds are given back first, for these to
+        take. Raises OutOfPages.
         """
         with self._exclusive():
             needed = pages_needed(tables, num_tokens)
             if ahead is not None and any(needed):
                 ahead.crop(0)
             self._reserve(needed)
-            copies = append_all(tables, num_tokens, needed)
-            self._copy(copies)
-            return copies
+            return append_all(tables, num_tokens, needed, self._copy)
 
     def claim_ahead(self, ahead: PageTable, num_pages: int) -> None:
         """Have `ahead` hold `num_pages` pages in each group, if they are to be had at once.
@@ -286,6 +287,25 @@ class PagePool:
                 return
             self._prepare(supplies)
             append_all([ahead], num_tokens, needed)
+
+    def map_ahead(self, num_pages: int) -> None:
+        """Have memory mapped for the next `num_pages` pages of each group, by another thread.
+
+        Returns at once. Does nothing where there is memory for as many, or where the budget or the
+        pool ends; whoever needs pages in earnest finds out, and gives way or takes from others.
+        """
+        if all(group.allocator.num_open_free >= num_pages for group in self._groups):
+            return
+        with self._exclusive():
+            spare = [group.allocator.num_open_free for group in self._groups]
+            for index, group in enumerate(self._groups):
+                allocator = group.allocator
+                for chunk in allocator.plan(min(num_pages, allocator.num_free)).chunks:
+                    spare[index] += len(allocator.chunk_pages(chunk))
+                    if self._bytes_open(spare) > self._budget:
+                        return
+                    if group.store.elastic and (index, chunk) not in self._retired:
+                        self._ahead.begin((index, chunk), group.store, group.chunk_bytes(chunk))
 
     @property
     def num_shares(self) -> int:
@@ -337,12 +357,12 @@ class PagePool:
         tokens; rows may share pages. Raises OutOfPages.
         """
         with self._exclusive():
+            tables = [self.new_table(start) for start in starts]
             self._reserve([len(data) for data in contents])
             ids = [
                 group.allocator.allocate(len(data))
                 for group, data in zip(self._groups, contents, strict=True)
             ]
-            tables = [self.new_table(start) for start in starts]
             try:
                 for group, pages, data in zip(self._groups, ids, contents, strict=True):
                     self.use_stream(group.device)
@@ -369,33 +389,36 @@ class PagePool:
     def match_prefix(self, tokens: Sequence[int], salt: str = "") -> Prefix:
         """The longest known prefix of `tokens`, in full pages; a query.
 
-        `salt` parts what must not be shared (another adapter, say).
+        A layer group with a window needs to have the pages of its window alone. `salt` parts what
+        must not be shared (another adapter, say).
         """
         with self._exclusive():
             size = self.geometry.page_size
-            walks = [group.prefix.walk(tokens, salt) for group in self._groups]
-            num_pages = min(len(found) for found, _ in walks)
-            num_tokens, pages, cursors = num_pages * size, [], []
-            for group, walk in zip(self._groups, walks, strict=True):
-                is_longer = len(walk[0]) > num_pages  # than what another group knows
-                known = tokens[:num_tokens]
-                found, cursor = group.prefix.walk(known, salt) if is_longer else walk
-                window = group.layout.shape.window
-                oldest = 0 if window is None else max(0, num_tokens - window - ROLLBACK)
-                pages.append(found[oldest // size :])
-                cursors.append(cursor if num_pages else group.prefix.start(salt))
-            used = min(
-                sum(not group.allocator.is_cached(page) for page in found)
+            paths = [group.prefix.walk(tokens, salt) for group in self._groups]
+            known = [[place.page for place in path[1:]] for path in paths]
+            windows = [group.shape.window for group in self.geometry.groups]
+            num_pages, pages = longest_hit(known, windows, size, ROLLBACK)
+            num_cached = max(
+                sum(group.allocator.is_cached(page) for page in found)
                 for group, found in zip(self._groups, pages, strict=True)
             )
-            return Prefix(num_tokens, tuple(pages), used, cursors)
+            cursors = [path[num_pages] for path in paths]
+            return Prefix(num_pages * size, tuple(pages), num_pages - num_cached, cursors)
 
     def adopt_prefix(self, prefix: Prefix) -> PageTable:
-        """A page table over `prefix`, which must be just what `match_prefix` gave."""
+        """A page table over `prefix`, which must be just what `match_prefix` gave.
+
+        Raises PageError, and then nothing has changed, where some of its pages were evicted since.
+        """
         with self._exclusive():
+            for cursor, pages in zip(prefix.cursors, prefix.pages, strict=True):
+                if not cursor.holds(pages):
+                    raise PageError(
+                        f"prefix: expected its {prefix.num_tokens} tokens where match_prefix found "
+                        f"them, got pages that were evicted since; match again"
+                    )
             table = self.new_table()
-            if prefix.num_tokens:
-                table.adopt(prefix.pages, prefix.num_tokens)
+            table.adopt(prefix.pages, prefix.num_tokens)
             return table
 
     def publish_prefix(
@@ -403,39 +426,57 @@ class PagePool:
     ) -> None:
         """Make the full pages of `tokens`, the first ones of `table`, findable.
 
-        `cursors`: how far each group has come, as `match_prefix` said first; moved on.
+        Those that left a window before are not, but what comes after them is. `cursors`: how far
+        each group has come, as `match_prefix` said first; moved on. Raises PageError, and then
+        nothing has changed, where the table has fewer tokens, or some of left padding.
         """
         with self._exclusive():
-            size = self.geometry.page_size
-            for index, group in enumerate(self._groups):
-                first = cursors[index].num_pages
-                pages = table.entries(first, len(tokens) // size, index)
-                if pages and all(pages):  # else some have left the window unpublished
-                    cursors[index] = group.prefix.extend(
-                        cursors[index], tokens[first * size :], pages
+            table.check_live()
+            if table.start or len(tokens) > table.length:
+                raise PageError(
+                    expected(
+                        "tokens",
+                        f"at most {table.length}, without left padding",
+                        f"{len(tokens)}, after {table.start} of padding",
+                        "publish what the table holds",
                     )
+                )
+            size = self.geometry.page_size
+            for index, (group, cursor) in enumerate(zip(self._groups, cursors, strict=True)):
+                first = cursor.num_pages
+                pages = table.entries(first, len(tokens) // size, index)
+                cursors[index] = group.prefix.extend(cursor, tokens[first * size :], pages)
 
     @property
     def num_available(self) -> int:
         """Pages that all groups could hand out together now, free and cached ones."""
         with self._exclusive():
-            used = sum(g.allocator.num_used * g.bytes_per_page for g in self._groups)
-            room = (self._budget - used) // total_bytes_per_page(self.geometry.groups)
-            return min([room, *(group.allocator.num_available for group in self._groups)])
+            return self._available_beside([0] * len(self._groups))
 
     def num_reclaimable(self, table: PageTable) -> int:
-        """Pages that each group would have more of if `table` was released."""
+        """By how much `num_available` would grow if `table` was released."""
         with self._exclusive():
-            return min(
+            given_back = [
                 sum(group.allocator.count(page) == 1 for page in table.pages(index))
                 for index, group in enumerate(self._groups)
-            )
+            ]
+            now = self._available_beside([0] * len(self._groups))
+            return self._available_beside(given_back) - now
+
+    def _available_beside(self, given_back: Sequence[int]) -> int:
+        """Pages that all groups could hand out together, had each got `given_back` used ones."""
+        rest = [g.allocator.num_used - n for g, n in zip(self._groups, given_back, strict=True)]
+        used = sum(n * g.bytes_per_page for n, g in zip(rest, self._groups, strict=True))
+        room = (self._budget - used) // self._bytes_per_page
+        ids = [g.allocator.num_pages - n for g, n in zip(self._groups, rest, strict=True)]
+        return min(room, *ids)
 
     def save(self, table: PageTable, num_tokens: int) -> list[Tensor]:
         """The pages of a table's first `num_tokens` tokens, for `restore`: those that it holds.
 
         `[n, page elements]` on the host for each group; on CUDA pinned, and complete once what was
-        launched on the current stream is done.
+        launched on the current stream is done. Raises CropError where a window of the next token
+        has lost pages, or the table has fewer tokens.
         """
         with self._exclusive():
             held = [self._held(table, index, num_tokens) for index in range(len(self._groups))]
@@ -453,7 +494,7 @@ class PagePool:
             return contents
 
     def num_bytes(self, table: PageTable, num_tokens: int) -> int:
-        """Bytes of the pages that `save` copies."""
+        """Bytes of the pages that `save` copies. Raises CropError where that would."""
         with self._exclusive():
             return sum(
                 len(self._held(table, index, num_tokens)) * group.bytes_per_page
@@ -462,9 +503,9 @@ class PagePool:
 
     def _held(self, table: PageTable, group: int, num_tokens: int) -> list[int]:
         """The pages of a table's first `num_tokens` tokens that are present in `group`."""
-        return table.pages(group)[
-            : pages_for(num_tokens, self.geometry.page_size) - table.first_page(group)
-        ]
+        table.check_crop(num_tokens)
+        stop = pages_for(num_tokens, self.geometry.page_size)
+        return table.pages(group)[: max(0, stop - table.first_page(group))]
 
     def release(self, tables: Sequence[PageTable]) -> None:
         """Give all pages of `tables` back. Releasing twice does nothing."""
@@ -522,15 +563,16 @@ class PagePool:
             return
         if device.index is None:
             device = torch.device("cuda", torch.cuda.current_device())
-        turn = stream_handle(device), self._num_calls
+        handle = stream_handle(device)
+        turn = handle, self._num_calls
         if self._turns.get(device) == turn:
             return
-        stream = torch.cuda.current_stream(device)
-        known = self._streams.setdefault(device, set())
-        known.add(stream)
+        known = self._streams.setdefault(device, {})
+        if handle not in known:
+            known[handle] = torch.cuda.current_stream(device)
         for other in list(known):
-            if other != stream:
-                stream.wait_stream(other)
+            if other != handle:
+                known[handle].wait_stream(known[other])
         self._turns[device] = turn
 
     # --- what people ask --------------------------------------------------------------------
@@ -593,9 +635,9 @@ class PagePool:
             pages = range(first, first + count)
             if count < 1:
                 raise PageError(expected("count", "at least 1", count, "export one page or more"))
+            self.use_stream(owner.device)  # DLPack orders the consumer after this thread's stream
             owner.allocator.share(pages)
             self._exports += 1
-            self.use_stream(owner.device)  # DLPack orders the consumer after this thread's stream
             hold = _Export()
             end = weakref.finalize(hold, self.abandon, [_ExportEnd(self, group, pages)])
             end.atexit = False
@@ -656,6 +698,7 @@ class PagePool:
             for index, group in enumerate(self._groups):
                 holders = None if tables is None else [table.pages(index) for table in tables]
                 group.allocator.check_invariants(holders)
+                group.prefix.check_invariants()
 
     # --- inside: all with the lock held -----------------------------------------------------
 
@@ -668,9 +711,9 @@ class PagePool:
                 "release what uses it"
             )
         with self._lock:
-            self._owner = me
-            self._num_calls += 1
             try:
+                self._owner = me
+                self._num_calls += 1
                 self._collect()
                 if not even_closed:
                     self.check_open()
@@ -706,7 +749,7 @@ class PagePool:
 
     def _reserve(self, needed: Sequence[int]) -> None:
         """See to it that each group can hand out `needed` pages. All or nothing: OutOfPages."""
-        if not any(needed):
+        if not any(needed) or self._has_open(needed):
             return
         used = sum(g.allocator.num_used * g.bytes_per_page for g in self._groups)
         wanted = sum(n * g.bytes_per_page for n, g in zip(needed, self._groups, strict=True))
@@ -730,6 +773,13 @@ class PagePool:
         if any(evictions):
             self._shrink(spare=needed)  # what one group gave up for another
 
+    def _has_open(self, needed: Sequence[int]) -> bool:
+        """Whether each group has `needed` free pages with memory, and nobody has to give way."""
+        for count, group in zip(needed, self._groups, strict=True):
+            if count > group.allocator.num_open_free:
+                return False
+        return self._bytes_open(needed) <= self._budget
+
     def _bytes_open(self, needed: Sequence[int]) -> int:
         """Bytes of all pages with memory behind them, once each group has `needed` free ones."""
         pages = [
@@ -742,7 +792,9 @@ class PagePool:
 
     def _prepare(self, supplies: Sequence[Supply]) -> None:
         """Open what `_supply` has mapped, and evict what it counted on."""
-        for group, supply in zip(self._groups, supplies, strict=True):
+        for index, (group, supply) in enumerate(zip(self._groups, supplies, strict=True)):
+            for chunk in supply.chunks:
+                self._retired.pop((index, chunk), None)
             group.allocator.prepare(supply)
 
     def _available(self, needed: Sequence[int], room: int) -> int:
@@ -798,8 +850,8 @@ class PagePool:
                     supply = Supply(opened, rest)
                 supplies.append(Supply(supply.chunks, supply.evictions + evictions[index]))
         except BaseException:
-            for index, chunk in mapped:
-                self._retired[index, chunk] = self._record_events(self._groups[index].device)
+            for place in mapped:
+                self._retired.setdefault(place, [])  # no kernel has come to know of it
             raise
         return supplies
 
@@ -807,7 +859,9 @@ class PagePool:
         """Put memory behind `chunks`, and note them in `mapped`. Raises DeviceMemoryError."""
         group = self._groups[index]
         for chunk in chunks:
-            if self._retired.pop((index, chunk), None) is None:
+            # What is retired has its memory still; so has what another thread has seen to.
+            if (index, chunk) not in self._retired and not self._ahead.take((index, chunk)):
+                self._ahead.wait()
                 group.store.map(*group.chunk_bytes(chunk))
             mapped.append((index, chunk))
 
@@ -818,20 +872,28 @@ class PagePool:
         _empty_torch_cache()
 
     def _copy(self, copies: Sequence[PageCopy]) -> None:
-        for index, group in enumerate(self._groups):
-            pairs = [(copy.source, copy.target) for copy in copies if copy.group == index]
-            if pairs:
-                self.use_stream(group.device)
-                source, target = torch.tensor(pairs).T
-                ops.copy_pages(group.pages, source, target)
+        """Make `copies`. Raises OutOfPages where the device has no memory even for that."""
+        try:
+            for index, group in enumerate(self._groups):
+                pairs = [(copy.source, copy.target) for copy in copies if copy.group == index]
+                if pairs:
+                    self.use_stream(group.device)
+                    source, target = torch.tensor(pairs).T
+                    ops.copy_pages(group.pages, source, target)
+        except torch.OutOfMemoryError as error:
+            hint = f"the device has no memory left to copy shared pages ({error})"
+            raise OutOfPages(len(copies), 0, hint) from error
 
     def _shrink(self, keep: int = WATERMARK, spare: Sequence[int] | None = None) -> None:
         """Close wholly free chunks beyond `keep` bytes, the highest first to go.
 
-        `spare`: free pages of each group that shall keep their memory.
+        `spare`: free pages of each group that shall keep their memory. Without `keep` memory that
+        was mapped ahead goes as well.
         """
         if self._closed:
             return
+        if not keep:
+            self._retired.update((chunk, []) for chunk in self._ahead.drop())
         events: dict[torch.device, list[torch.cuda.Event]] = {}
         for index, group in enumerate(self._groups):
             if not group.store.elastic:
@@ -847,28 +909,32 @@ class PagePool:
                 if wanted > 0:
                     wanted -= num_pages
                 elif keep < 0:
-                    allocator.close_chunk(chunk)
                     if group.device not in events:
                         events[group.device] = self._record_events(group.device)
+                    allocator.close_chunk(chunk)
                     self._retired[index, chunk] = events[group.device]
         self._unmap_retired(wait=False)
 
     def _record_events(self, device: torch.device) -> list[torch.cuda.Event]:
         """Events after the last kernel that could touch pages on `device`."""
-        return [stream.record_event() for stream in list(self._streams.get(device, ()))]
+        return [stream.record_event() for stream in list(self._streams.get(device, {}).values())]
 
     def _unmap_retired(self, *, wait: bool) -> None:
         """Unmap closed chunks whose last readers are done; with `wait`, wait for these."""
-        ready: dict[int, list[tuple[int, int]]] = {}
-        for (index, chunk), events in list(self._retired.items()):
+        ready: dict[int, list[int]] = {}
+        for (index, chunk), events in self._retired.items():
             if wait:
                 for event in events:
                     event.synchronize()
             if all(event.query() for event in events):
+                ready.setdefault(index, []).append(chunk)
+        if ready:
+            self._ahead.wait()
+        for index, chunks in ready.items():
+            group = self._groups[index]
+            group.store.unmap([group.chunk_bytes(chunk) for chunk in chunks])
+            for chunk in chunks:  # only now: what failed, or was interrupted, is tried again
                 del self._retired[index, chunk]
-                ready.setdefault(index, []).append(self._groups[index].chunk_bytes(chunk))
-        for index, spans in ready.items():
-            self._groups[index].store.unmap(spans)
 
     def _end_export(self, group: int, pages: Sequence[int]) -> None:
         self._exports -= 1
@@ -882,6 +948,11 @@ def _empty_torch_cache() -> None:
     """Have torch give the memory back that it keeps for later tensors."""
     if torch.cuda.is_available() and torch.cuda.is_initialized():
         torch.cuda.empty_cache()
+
+
+def _end(stores: Sequence[tuple[Store, torch.device]], ahead: MappedAhead) -> None:
+    ahead.close()
+    _close_stores(stores)
 
 
 def _close_stores(stores: Sequence[tuple[Store, torch.device]]) -> None:

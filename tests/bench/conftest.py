@@ -6,10 +6,14 @@ import pytest
 import torch
 from rich.console import Console
 
+from pageforge.bench import ceilings
 from pageforge.bench.context import Bench
 from pageforge.bench.harness import Budget
+from pageforge.bench.models import make_model, make_tokenizer
 from pageforge.bench.problems import Heads
 from pageforge.bench.report import Report
+from pageforge.bench.throughput_context import ThroughputBench
+from pageforge.bench.workloads import Size
 
 CPU = torch.device("cpu")
 TINY = Heads(4, 2, 16, layers=3)
@@ -22,7 +26,7 @@ def screen() -> io.StringIO:
 
 @pytest.fixture
 def report() -> Report:
-    return Report("a question", None, {})
+    return Report("question", "A question?", None, {})
 
 
 @pytest.fixture
@@ -40,6 +44,42 @@ def bench(screen: io.StringIO, report: Report) -> Bench:
         heads=(TINY,),
         read=1e9,
         copy=1e9,
+    )
+
+
+REQUESTS = 24
+
+
+@pytest.fixture(scope="session")
+def model():
+    return make_model("tiny", CPU)
+
+
+@pytest.fixture(scope="session")
+def tokenizer():
+    return make_tokenizer(256)
+
+
+@pytest.fixture
+def tiny(
+    model, tokenizer, report: Report, screen: io.StringIO, monkeypatch: pytest.MonkeyPatch
+) -> ThroughputBench:
+    """A run of a second; its ceilings are those of the processor's caches."""
+    monkeypatch.setitem(ceilings.READ_BYTES, "cpu", 1 << 20)
+    monkeypatch.setitem(ceilings.MATRIX, "cpu", 64)
+    return ThroughputBench(
+        model,
+        "tiny",
+        tokenizer,
+        report,
+        Console(file=screen, width=200),
+        Budget(None),
+        Size(128, shrink=8, requests=REQUESTS),
+        repeats=2,
+        running=(4,),
+        host_steps=3,
+        arrivals=("azure-chat",),
+        loads=(2000,),
     )
 
 

@@ -2,62 +2,24 @@
 
 from __future__ import annotations
 
-import contextlib
 import io
 import logging
 import math
-from collections.abc import Iterator
 
 import numpy as np
 import pytest
 import torch
-from rich.console import Console
-from tests.bench.conftest import CPU, only
+from tests.bench.conftest import REQUESTS, only
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from pageforge.bench import ceilings, engine_probe, serving, throughput
+from pageforge.bench import engine_probe, serving, throughput
 from pageforge.bench.engine_probe import Costs, StepLog, costs_of, floor_seconds
 from pageforge.bench.harness import Budget
-from pageforge.bench.models import make_model, make_tokenizer
-from pageforge.bench.report import Report
-from pageforge.bench.serving import Server, Setting, Way
+from pageforge.bench.serving import Setting
 from pageforge.bench.throughput_context import ThroughputBench
-from pageforge.bench.workloads import Job, Size
+from pageforge.bench.workloads import Job
 from pageforge.engine.engine import Engine
 from pageforge.probe import geometry_of
-
-REQUESTS = 24
-
-
-@pytest.fixture(scope="module")
-def model():
-    return make_model("tiny", CPU)
-
-
-@pytest.fixture(scope="module")
-def tokenizer():
-    return make_tokenizer(256)
-
-
-@pytest.fixture
-def tiny(
-    model, tokenizer, report: Report, screen: io.StringIO, monkeypatch: pytest.MonkeyPatch
-) -> ThroughputBench:
-    """A run of a second; its ceilings are those of the processor's caches."""
-    monkeypatch.setitem(throughput.READ_BYTES, "cpu", 1 << 20)
-    monkeypatch.setitem(ceilings.MATRIX, "cpu", 64)
-    return ThroughputBench(
-        model,
-        "tiny",
-        tokenizer,
-        report,
-        Console(file=screen, width=200),
-        Budget(None),
-        Size(128, shrink=8, requests=REQUESTS),
-        repeats=2,
-        running=(4,),
-        host_steps=3,
-    )
 
 
 def test_a_run(tiny: ThroughputBench, screen: io.StringIO) -> None:
@@ -112,6 +74,8 @@ def test_a_run(tiny: ThroughputBench, screen: io.StringIO) -> None:
     assert (host["running"], host["steps"]) == (4, 3)
     assert 0 < host["plan_ms"] < host["next_plan_ms"] < host["host_ms"]
     assert host["idle"] is None
+    (arrived,) = only(records, section="arrivals")
+    assert (arrived["way"], arrived["requests"]) == ("engine", REQUESTS)
     assert "tiny, uniform: 24 requests" in screen.getvalue()
 
 
@@ -123,52 +87,12 @@ def test_the_run_leaves_everything_as_it_was(tiny: ThroughputBench, model) -> No
     assert [r["way"] for r in only(tiny.report.records, section="throughput")] == tiny.ways
     assert logging.getLogger("pageforge.engine").level == level
     assert model.config._attn_implementation == attention
-    assert {r["section"] for r in tiny.report.records} == {"ceilings", "throughput", "host"}
-
-
-def failing(*, at_call: int, error: Exception | None = None, new_tokens: int = 0) -> Way:
-    """A way that answers rightly, but from one call on fails or gives too few tokens."""
-
-    @contextlib.contextmanager
-    def opened(setting: Setting) -> Iterator[Server]:
-        calls = 0
-
-        def answer(jobs: list[Job]) -> list[list[int]]:
-            nonlocal calls
-            calls += 1
-            if calls < at_call:
-                return [[0] * job.new_tokens for job in jobs]
-            if error is not None:
-                raise error
-            return [[0] * new_tokens for _ in jobs]
-
-        if at_call == 0:
-            raise ImportError("not installed")
-        yield Server(answer)
-
-    return Way(opened, repeats=2)
-
-
-def test_a_way_that_fails_becomes_a_row_and_the_others_go_on(
-    tiny: ThroughputBench, monkeypatch: pytest.MonkeyPatch, screen: io.StringIO
-) -> None:
-    ways = {
-        "absent": failing(at_call=0),
-        "at once": failing(at_call=1, error=ValueError("no")),
-        "later": failing(at_call=2, error=RuntimeError("out of luck")),
-        "too few": failing(at_call=1, new_tokens=1),
-        "engine": serving.WAYS["engine"],
+    assert {r["section"] for r in tiny.report.records} == {
+        "ceilings",
+        "run",
+        "throughput",
+        "host",
     }
-    monkeypatch.setattr(throughput, "WAYS", ways)
-    tiny.ways = list(ways)
-    throughput.compare(tiny, "uniform")
-    found = {r["way"]: r for r in tiny.report.records}
-    assert found["absent"]["failure"] == "absent: not installed"
-    assert found["at once"]["failure"] == "ValueError: no"
-    assert found["later"]["failure"] == "RuntimeError: out of luck"
-    assert found["too few"]["failure"].startswith("ArithmeticError: expected 384 new tokens")
-    assert found["engine"]["tokens_per_s"] > 0
-    assert "later: RuntimeError: out of luck" in screen.getvalue()
 
 
 def test_a_part_that_fails_is_noted_and_the_others_go_on(
@@ -189,32 +113,8 @@ def test_a_part_that_fails_is_noted_and_the_others_go_on(
 def test_what_there_is_no_time_for_is_named(tiny: ThroughputBench) -> None:
     tiny.budget = Budget(0)
     throughput.run(tiny)
-    _, left = tiny.report.records
-    assert left["names"] == list(throughput.SECTIONS)
-
-
-def test_every_repeat_has_prompts_of_its_own_and_ways_take_turns(tiny: ThroughputBench) -> None:
-    seen: dict[str, list[tuple[int, ...]]] = {"a": [], "b": []}
-    order: list[str] = []
-
-    def way(name: str) -> Way:
-        @contextlib.contextmanager
-        def opened(setting: Setting) -> Iterator[Server]:
-            def answer(jobs: list[Job]) -> list[list[int]]:
-                order.append(name)
-                seen[name].extend(tuple(job.prompt) for job in jobs)
-                return [[0] * job.new_tokens for job in jobs]
-
-            yield Server(answer)
-
-        return Way(opened, repeats=2)
-
-    ways = {name: way(name) for name in seen}
-    with contextlib.ExitStack() as stack:
-        throughput.race(tiny, ways, lambda repeat: tiny.jobs("uniform", repeat), stack)
-    assert order == ["a", "b", "a", "b", "b", "a"]
-    assert seen["a"] == seen["b"]
-    assert len(set(seen["a"])) == 3 * REQUESTS
+    assert [record["section"] for record in tiny.report.records] == ["ceilings"]
+    assert tiny.budget.left_out == list(throughput.SECTIONS)
 
 
 def test_outputs_that_differ_are_counted_and_the_gap_is_said(model) -> None:

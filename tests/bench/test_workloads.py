@@ -5,7 +5,7 @@ import statistics
 import pytest
 
 from pageforge.bench import workloads
-from pageforge.bench.workloads import WORKLOADS, Size
+from pageforge.bench.workloads import QUANTILES, TRACES, WORKLOADS, Size
 
 VOCAB = 50257
 
@@ -86,3 +86,57 @@ def test_steady_requests_run_as_long_as_asked() -> None:
     assert len(jobs) == 50
     assert {job.new_tokens for job in jobs} == {80}
     assert max(job.num_tokens for job in jobs) <= 128
+
+
+@pytest.mark.parametrize(
+    ("name", "prompt", "answer", "tolerance"),
+    [
+        ("sharegpt-4", 228.4, 438.7, 0.1),
+        ("azure-chat", 1154.7, 211.1, 0.02),
+        ("azure-code", 2047.8, 27.9, 0.2),  # one answer in a hundred has 251 to 1,899 tokens
+        ("arxiv", 2588.1, 232.9, 0.05),  # 291.4 where prompts and answers go together
+    ],
+)
+def test_traces_have_the_published_means(
+    name: str, prompt: float, answer: float, tolerance: float
+) -> None:
+    jobs = made(name, Size(1 << 20))
+    assert len(jobs) == 1024
+    assert statistics.fmean(len(job.prompt) for job in jobs) == pytest.approx(prompt, rel=tolerance)
+    assert statistics.fmean(job.new_tokens for job in jobs) == pytest.approx(answer, rel=tolerance)
+    assert workloads.lengths(name, Size(1 << 20)).divisor == 1
+
+
+@pytest.mark.parametrize("name", TRACES)
+def test_traces_have_the_published_quantiles(name: str) -> None:
+    trace, jobs = TRACES[name], made(name, Size(1 << 20))
+    ordered = sorted(len(job.prompt) for job in jobs)
+    for share, published in zip(QUANTILES, trace.prompt, strict=True):
+        assert ordered[round(share * 1023)] == pytest.approx(published, rel=0.06, abs=1)
+    assert max(job.num_tokens for job in jobs) <= trace.most
+
+
+def test_a_trace_that_is_too_long_is_divided() -> None:
+    """An arXiv paper and its summary have up to 4,096 tokens."""
+    whole, divided = (workloads.lengths("arxiv", Size(positions)) for positions in (8192, 1024))
+    assert (whole.divisor, divided.divisor) == (1, 4)
+    assert (divided.own == whole.own // 4)[whole.own >= 4].all()
+    total = divided.own + divided.new
+    assert total.max() <= 1024
+    trial = workloads.lengths("arxiv", Size(8192, shrink=16, requests=5))
+    assert trial.divisor == 16
+    assert (trial.own == whole.own[:5] // 16).all()
+
+
+@pytest.mark.parametrize(
+    ("size", "count"),
+    [
+        (Size(64), 256),
+        (Size(64, shrink=8), 32),
+        (Size(64, shrink=8, most=10), 10),
+        (Size(64, shrink=1000, most=10), 2),
+        (Size(64, shrink=8, most=10, requests=50), 50),
+    ],
+)
+def test_how_many_requests_there_are(size: Size, count: int) -> None:
+    assert size.count(256) == count

@@ -1,67 +1,190 @@
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import pytest
 import torch
+from tests.bench.written import write
 from tests.cli.conftest import said
 
+from pageforge.bench.check import problems
+from pageforge.bench.questions import Question
+from pageforge.bench.results import read_folder, read_results
+from pageforge.bench.run import Run
+from pageforge.cli import bench_all
 
-@pytest.mark.parametrize("command", ["kernels", "decode", "throughput"])
+COMMANDS = (
+    "all",
+    "allocator",
+    "check",
+    "compare",
+    "kernels",
+    "latency",
+    "lifecycle",
+    "throughput",
+    "vram",
+)
+
+
+@pytest.mark.parametrize("command", COMMANDS)
 def test_help_has_examples(invoke, command: str) -> None:
     done = invoke("bench", command, "--help")
     assert done.exit_code == 0
     assert f"pageforge bench {command}" in said(done.stdout)
-    assert "--out" in done.stdout
+    assert ("--out" in done.stdout) is (command not in ("check", "compare"))
 
 
 def test_bench_alone_lists_its_commands(invoke) -> None:
     done = invoke("bench")
-    assert "kernels" in done.output
-    assert "decode" in done.output
-    assert "throughput" in done.output
+    assert all(command in done.output for command in COMMANDS)
 
 
-def test_decode_on_the_cpu(invoke, tmp_path: Path) -> None:
-    out = tmp_path / "out.json"
-    arguments = ("--device", "cpu", "--way", "dynamic", "--way", "paged", "--batch", "1")
-    done = invoke("bench", "decode", *arguments, "--prompt", "5", "--out", out, "--commit", "abc")
+def test_latency_on_the_cpu(invoke, tmp_path: Path) -> None:
+    out = tmp_path / "results"
+    ways = ("--way", "dynamic", "--way", "paged")
+    sizes = ("--model", "tiny", "--batch", "1", "--steps", "4", "--only", "steps")
+    arguments = ("--device", "cpu", *ways, *sizes)
+    done = invoke("bench", "latency", *arguments, "--prompt", "5", "--out", out, "--commit", "abc")
     assert done.exit_code == 0, done.output
-    assert "batch 1, prompt 5, 8 steps" in done.stdout
-    found = json.loads(out.read_text())
-    assert found["machine"]["commit"] == "abc"
-    steps = [r for r in found["records"] if r["section"] == "step"]
+    assert "tiny, batch 1, prompt 5, 4 steps" in done.stdout
+    found = read_results(out / "latency.jsonl")
+    assert found.complete
+    assert found.machine["commit"] == "abc"
+    steps = [r for r in found.results if r["section"] == "steps"]
     assert [r["way"] for r in steps] == ["dynamic", "paged"]
     assert "cuDNN attention on" not in done.stdout
 
 
+def test_vram_on_the_cpu(invoke, tmp_path: Path) -> None:
+    out = tmp_path / "results"
+    ways = ("--way", "dynamic", "--way", "paged")
+    sizes = ("--model", "tiny", "-s", "2", "--prompt", "5", "--steps", "3", "--pool-pages", "4")
+    done = invoke("bench", "vram", "--device", "cpu", *ways, *sizes, "--out", out)
+    assert done.exit_code == 0, done.output
+    assert "tiny: 2 sequences, prompts of 5 tokens" in done.stdout
+    found = read_results(out / "vram.jsonl")
+    assert found.complete
+    grown = [r for r in found.results if r["section"] == "growth"]
+    assert [(r["way"], r["tokens"]) for r in grown] == [
+        (way, tokens) for way in ("paged", "dynamic") for tokens in (5, 6, 7, 8)
+    ]
+    assert not problems([found])
+
+
+def test_lifecycle_on_the_cpu(invoke, tmp_path: Path) -> None:
+    out = tmp_path / "results"
+    sizes = ("--model", "tiny", "-s", "2", "--prompt", "5", "--steps", "20")
+    done = invoke("bench", "lifecycle", "--device", "cpu", *sizes, "--out", out)
+    assert done.exit_code == 0, done.output
+    assert "tiny: batch 2" in done.stdout
+    found = read_results(out / "lifecycle.jsonl")
+    assert found.complete
+    (reuse,) = (r for r in found.results if r["section"] == "reuse")
+    assert reuse["reused_share"] == 1
+    assert not problems([found])
+
+
+def test_allocator(invoke, tmp_path: Path) -> None:
+    out = tmp_path / "results"
+    done = invoke("bench", "allocator", "--quick", "--pages", "100", "--out", out)
+    assert done.exit_code == 0, done.output
+    assert "64,000 pages claimed, 64,000 returned; no leaks, no errors" in done.stdout
+    found = read_results(out / "allocator.jsonl")
+    assert found.complete
+    assert {r["pages_total"] for r in found.results if r["section"] == "speed"} == {100}
+    assert not problems([found])
+
+
+def test_all_questions(invoke, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def measure(run: Run) -> None:
+        run.report.add(section="s", model=run.model, quick=run.quick)
+
+    asked = {
+        "one": Question("one", "One?", measure, 5),
+        "two": Question("two", "Two?", measure, 5, needs_cuda=True),
+    }
+    monkeypatch.setattr(bench_all, "QUESTIONS", asked)
+    out = tmp_path / "results"
+    done = invoke("bench", "all", "--quick", "--device", "cpu", "--model", "gpt2", "--out", out)
+    assert done.exit_code == 0, done.output
+    one, two = read_folder(out)
+    assert one.results == [{"section": "s", "model": "gpt2", "quick": True}]
+    assert "needs a CUDA device" in two.results[0]["failure"]
+    assert "two: RuntimeError: needs a CUDA device" in done.stdout
+    assert done.stdout.index("one: One?") < done.stdout.index("two: Two?")
+
+
+def test_compare(invoke, tmp_path: Path) -> None:
+    for name, value in (("a", 1.0), ("b", 3.0)):
+        write(tmp_path / name, "vram", {"section": "s", "value_ms": value})
+    done = invoke("bench", "compare", tmp_path / "a", tmp_path / "b")
+    assert done.exit_code == 0, done.output
+    assert "its one case  value_ms  1  3  3.000      -" in done.stdout
+    (tmp_path / "b" / "vram.jsonl").write_text("something else\n")
+    done = invoke("bench", "compare", tmp_path / "a", tmp_path / "b")
+    assert done.exit_code == 1
+    assert "vram.jsonl, line 1: not JSON" in said(done.stderr)
+
+
+def test_check(invoke, tmp_path: Path) -> None:
+    record = {"section": "memory", "pages_claimed": 5, "pages_returned": 5}
+    write(tmp_path, "latency", record)
+    done = invoke("bench", "check", tmp_path)
+    assert done.exit_code == 0, done.output
+    assert "1 files, 1 results: nothing wrong" in done.stdout
+    write(tmp_path, "latency", {**record, "pages_returned": 4})
+    done = invoke("bench", "check", tmp_path)
+    assert done.exit_code == 1
+    assert "pages_claimed 5, but pages_returned 4" in said(done.stderr)
+
+
 def test_throughput_on_the_cpu(invoke, tmp_path: Path) -> None:
-    out = tmp_path / "out.json"
+    out = tmp_path / "results"
     arguments = ("--device", "cpu", "--only", "uniform", "--way", "engine", "--requests", "5")
     done = invoke("bench", "throughput", *arguments, "--out", out, "--commit", "abc")
     assert done.exit_code == 0, done.output
     assert "tiny, uniform: 5 requests" in done.stdout
-    found = json.loads(out.read_text())
-    assert found["machine"]["commit"] == "abc"
-    (record,) = [r for r in found["records"] if r["section"] == "throughput"]
+    (found,) = read_folder(out)
+    assert found.question == "throughput"
+    assert found.machine["commit"] == "abc"
+    (record,) = [r for r in found.results if r["section"] == "throughput"]
     assert (record["way"], record["requests"]) == ("engine", 5)
     assert record["tokens_per_s"] > 0
+
+
+def test_requests_that_arrive_on_the_cpu(invoke, tmp_path: Path) -> None:
+    arguments = ("--device", "cpu", "--only", "arrivals", "--way", "engine", "--requests", "3")
+    done = invoke("bench", "throughput", *arguments, "--burstiness", "0.5", "--out", tmp_path)
+    assert done.exit_code == 0, done.output
+    assert "tiny, azure-chat, arriving: 3 requests" in done.stdout
+    found = [r for r in read_results(tmp_path / "throughput.jsonl").results if "ttft_p50_ms" in r]
+    assert len(found) == 9
+    assert {(r["burstiness"], r["way"], r["requests"]) for r in found} == {(0.5, "engine", 3)}
 
 
 @pytest.mark.parametrize(
     ("arguments", "code", "message"),
     [
+        (("vram", "--way", "magic"), 2, "expected one of paged, pageforge, dynamic"),
+        (("vram", "--steps", "0"), 2, "greater than or equal to 1"),
+        (("lifecycle", "--model", "gpt5"), 2, "expected one of gpt2"),
+        (("allocator", "--pages", "8"), 2, "greater than or equal to 16"),
         (("kernels", "--only", "nothing"), 2, "expected one of decode, ragged"),
         (("kernels", "--peer-wheels", "/nowhere"), 2, "does not exist"),
-        (("decode", "--model", "gpt5"), 2, "expected one of gpt2"),
-        (("decode", "--way", "magic"), 2, "expected one of dynamic"),
-        (("decode", "--device", "cpu", "--out", "/nowhere/out.json"), 2, "no such folder"),
-        (("decode", "--device", "cpu", "--prompt", "200"), 2, "expected at most 119"),
+        (("latency", "--model", "gpt5"), 2, "expected one of gpt2"),
+        (("latency", "--way", "magic"), 2, "expected one of dynamic"),
+        (("latency", "--device", "cpu", "--out", "/nowhere/out"), 2, "no such folder"),
+        (("latency", "--model", "tiny", "--device", "cpu", "--prompt", "200"), 2, "at most 119"),
+        (("latency", "--only", "nothing"), 2, "expected one of steps, padded"),
+        (("all",), 2, "Missing option '--out'"),
+        (("all", "--model", "gpt5", "--out", "/nowhere/out"), 2, "expected one of gpt2"),
+        (("all", "--device", "cpu", "--out", "/nowhere/out"), 2, "no such folder"),
         (("throughput", "--only", "everything"), 2, "expected one of first-token, uniform"),
         (("throughput", "--way", "magic"), 2, "expected one of engine, engine compiled"),
+        (("throughput", "--burstiness", "0"), 2, "than or equal to 0.01"),
         (("throughput", "--dtype", "int8"), 2, "expected one of float32, float16"),
-        (("decode", "--device", "toaster"), 1, "expected cpu or cuda"),
+        (("compare", "/nowhere", "/nowhere"), 2, "does not exist"),
+        (("latency", "--device", "toaster"), 1, "expected cpu or cuda"),
     ],
 )
 def test_bad_input(invoke, arguments: tuple[str, ...], code: int, message: str) -> None:
@@ -72,7 +195,7 @@ def test_bad_input(invoke, arguments: tuple[str, ...], code: int, message: str) 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="about machines without CUDA")
 def test_kernels_need_a_gpu(invoke, tmp_path: Path) -> None:
-    done = invoke("bench", "kernels", "--out", tmp_path / "out.json")
+    done = invoke("bench", "kernels", "--out", tmp_path / "out")
     assert done.exit_code == 1
     assert "finds no CUDA device" in said(done.stderr)
-    assert not (tmp_path / "out.json").exists()
+    assert not (tmp_path / "out").exists()

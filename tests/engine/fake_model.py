@@ -126,7 +126,12 @@ class FakeRunner:
         self.last_tokens[rows] = tokens.numpy()
 
     def launch(
-        self, rows: Rows, counts: npt.NDArray[np.int32], asking: npt.NDArray[np.bool_] | None
+        self,
+        rows: Rows,
+        counts: npt.NDArray[np.int32],
+        asking: npt.NDArray[np.bool_] | None,
+        *,
+        greedy: bool,
     ) -> Step:
         assert asking is None
         active = np.flatnonzero(counts).tolist()
@@ -149,8 +154,12 @@ class FakeRunner:
                 self.spoilt.discard(sequence)
                 chosen.append(row)
                 logits.append(-1 if is_spoilt else next_token(value, sequence.seed))
-        places = np.arange(len(chosen))
-        return Step(np.array(chosen, np.int64), places, torch.tensor(logits)[:, None], [])
+        tokens = torch.tensor(logits, dtype=torch.int64)
+        rows_chosen, places = np.array(chosen, np.int64), np.arange(len(chosen))
+        if not greedy:
+            return Step(rows_chosen, places, tokens[:, None], None, [])
+        self.keep_tokens(rows_chosen, tokens.clamp(min=0))
+        return Step(rows_chosen, places, None, tokens, [])
 
     def tokens_of(self, rows: Rows, row: int) -> list[int]:
         tokens = rows.tokens[row, : rows.length[row]].tolist()
@@ -214,6 +223,10 @@ class FakeSampler:
     def move_row(self, source: int, target: int) -> None:
         assert self.rows[target] is None
         self.rows[target], self.rows[source] = self.rows[source], None
+
+    def takes_best(self, rows: npt.NDArray[np.int64]) -> bool:
+        """By turns, so that tokens come both ways."""
+        return int(rows.sum()) % 2 == 0
 
     def draws(self, rows: npt.NDArray[np.int64]) -> bool:
         return False

@@ -13,6 +13,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import (
@@ -34,6 +35,7 @@ from tests.engine.fake_model import (
     geometry,
 )
 
+from pageforge import ops
 from pageforge import pool as pool_module
 from pageforge.engine.core import Core, Flight
 from pageforge.engine.params import SamplingParams
@@ -412,6 +414,24 @@ def test_forks_that_hold_what_they_lack_themselves_drop_it() -> None:
     alone.run()
     whole = completion(prompt, 3)
     assert alone.ended == {0: ("length", whole), 1: ("length", whole)}
+
+
+def test_forks_on_a_device_without_memory_for_a_copy(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Both write to the page that they share: one of them copies it, or computes it again."""
+    alone = Alone(max_pages=8)
+    prompt, failures = [1, 2, 3, 4, 0, 1], [torch.OutOfMemoryError("planted")] * 2
+
+    def copy_pages(*args: Any) -> None:
+        if failures:
+            raise failures.pop()
+        ops.reference.copy_pages(*args)
+
+    monkeypatch.setattr(ops, "copy_pages", copy_pages)
+    alone.add(prompt, 3, rank=0, n=3)
+    alone.run()
+    assert not failures
+    assert alone.ended == dict.fromkeys(range(3), ("length", completion(prompt, 3)))
+    alone.pool.check_invariants([])
 
 
 def test_forks_that_wait_behind_a_large_request_drop_their_pages() -> None:

@@ -18,6 +18,7 @@ from tests.engine.served import (
     prompts,
     run_all,
 )
+from tests.hf.tiny_models import WINDOW
 
 from pageforge import pool as pool_module
 from pageforge.engine import Engine, RequestOutput, SamplingParams
@@ -53,6 +54,11 @@ def serve(engine: Engine, asked: list[Prompt], wanted: list[int], seed: int = 0)
         for completion in outputs[name].outputs:
             assert completion.finish_reason == "length", completion.error
             check(family(engine), prompt, count, completion.token_ids)
+
+
+def answer(engine: Engine, prompt: Prompt, count: int) -> RequestOutput:
+    engine.add_request(prompt, greedy(count), request_id="only")
+    return run_all(engine)["only"]
 
 
 def family(engine: Engine) -> str:
@@ -115,6 +121,27 @@ def test_sliding_windows_softcaps_and_sinks(
         # Where all layers slide, at once, a sequence holds so few pages that they do not run out.
         assert engine.stats().num_preemptions > 0 or (name, rollback) == ("mistral", 0)
         assert engine.stats().num_cached_tokens > 0
+
+
+@pytest.mark.parametrize("rollback", [0, 64])
+@pytest.mark.parametrize("name", ["mistral", "gemma3"])
+def test_a_next_turn_shares_all_that_was_said_in_layers_with_windows_too(
+    name: str, rollback: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Answers at the edges of the window, and so long that most of what was said has left it."""
+    monkeypatch.setattr(pool_module, "ROLLBACK", rollback)
+    answers = [WINDOW - 1, WINDOW, WINDOW + 1, 2 * WINDOW, 2 * WINDOW + rollback + 9]
+    (stem,) = prompts(1, longest=12, seed=9)
+    with engine_on(name, max_batch_tokens=16) as engine:
+        for number, count in enumerate(answers):
+            prompt = (*stem, 10 + number)  # so that the answers part
+            said = (*prompt, *answer(engine, prompt, count).token_ids)
+            check(name, prompt, count, said[len(prompt) :])
+            computed = len(said) - 1  # of the last token nobody needs the K/V
+            for question in ((), tuple(range(5, 20))):
+                output = answer(engine, said + question, 3)
+                check(name, said + question, 3, output.token_ids)
+                assert output.num_cached_tokens >= computed // 8 * 8
 
 
 @pytest.mark.parametrize("ahead", [False, True], ids=["at once", "ahead"])
@@ -231,14 +258,28 @@ def _stale_row(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def _swapped_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
     """The last tokens of two rows change places on the device."""
-    keep_tokens, calls = Runner.keep_tokens, iter(range(1_000_000))
+    finish, calls = Runner._finish, iter(range(1_000_000))
 
-    def swapping(runner: Runner, rows: Any, tokens: torch.Tensor) -> None:
+    def swapping(runner: Runner, *arguments: Any) -> torch.Tensor:
+        output = finish(runner, *arguments)
         if next(calls) == 20:
-            tokens = tokens.roll(1)
-        keep_tokens(runner, rows, tokens)
+            runner.last_tokens[:4] = runner.last_tokens[:4].roll(1)
+        return output
 
-    monkeypatch.setattr(Runner, "keep_tokens", swapping)
+    monkeypatch.setattr(Runner, "_finish", swapping)
+
+
+def _not_counted_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A step that goes on from the last one finds a row's length as it was."""
+    finish, calls = Runner._finish, iter(range(1_000_000))
+
+    def forgetting(runner: Runner, shape: Any, loaded: Any, logits: torch.Tensor) -> torch.Tensor:
+        output = finish(runner, shape, loaded, logits)
+        if next(calls) % 5 == 0:
+            loaded.inputs.seq_lens[0] -= 1
+        return output
+
+    monkeypatch.setattr(Runner, "_finish", forgetting)
 
 
 def _lost_swap_in(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -271,6 +312,7 @@ FAULTS = [
     None,
     _stale_row,
     _swapped_tokens,
+    _not_counted_up,
     _lost_swap_in,
     _lost_swap_out,
     _wrong_position,

@@ -51,11 +51,11 @@ def test_steps_that_are_never_captured_leave_nothing_behind(
     monkeypatch.setattr(Runner, "_graph", lambda *arguments: None)
     with engine_on("llama") as engine:
         engine.generate(prompts(4), SamplingParams(max_tokens=3, temperature=0))
-        before = set(engine._core.runner._inputs)
+        before = set(engine._core.runner._loaded)
         params = SamplingParams(max_tokens=0, temperature=0, prompt_logprobs=0)
         for prompt in prompts(6, seed=3):
             engine.generate([prompt], params)
-        assert before == set(engine._core.runner._inputs)
+        assert before == set(engine._core.runner._loaded)
 
 
 @interpreted

@@ -69,7 +69,7 @@ def running(*places: tuple[int, int, int, int], max_running: int = 8) -> Rows:
         made = sequence(rank, length, first=100 * rank)
         made.num_computed = computed
         made.table = Table(room)  # type: ignore[assignment]
-        made.cursors = [PrefixCursor(0, b"", 0)]  # it publishes its pages
+        made.cursors = [PrefixCursor(None, b"", b"")]  # it publishes its pages
         rows.put(made, row, room)
     return rows
 
@@ -234,7 +234,7 @@ def test_a_page_that_another_one_computes_in_this_step_is_waited_for() -> None:
     assert begins(plan(rows, [sequence(2, 11, first=100, shares=False)])) == [(2, 1, 11)]
     rows.at(0).cursors = []  # it was swapped, and publishes nothing any more
     assert begins(plan(rows, [sequence(2, 11, first=100)])) == [(2, 1, 11)]
-    rows.at(0).cursors = [PrefixCursor(0, b"", 0)]
+    rows.at(0).cursors = [PrefixCursor(None, b"", b"")]
     rows.computed[0] = 10  # it only decodes by now
     assert begins(plan(rows, [sequence(2, 11, first=100)], Pages(found={2: (8, 2)})))
 

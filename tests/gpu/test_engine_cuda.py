@@ -127,17 +127,19 @@ def test_forks_share_pages_until_they_write(model: PreTrainedModel) -> None:
 
 
 def test_memory_is_back_at_the_driver(model: PreTrainedModel) -> None:
-    torch.cuda.empty_cache()
-    before = torch.cuda.mem_get_info()[0]
-    engine = Engine(model, max_memory="2GiB")
-    engine.generate(_prompts(32), _params(32))
-    engine.sleep()
-    assert engine.stats().pool.bytes_mapped <= 4 << 20
-    engine.wake()
-    engine.generate(_prompts(4), _params(4))
-    engine.close()
-    torch.cuda.empty_cache()
-    assert before - torch.cuda.mem_get_info()[0] <= 64 << 20  # what libraries keep for themselves
+    """Alone on the device. What libraries keep for good they have since the first time."""
+    free = []
+    for _ in range(2):
+        engine = Engine(model, max_memory="2GiB")
+        engine.generate(_prompts(32), _params(32))
+        engine.sleep()
+        assert engine.stats().pool.bytes_mapped <= 4 << 20
+        engine.wake()
+        engine.generate(_prompts(4), _params(4))
+        engine.close()
+        torch.cuda.empty_cache()
+        free.append(torch.cuda.mem_get_info()[0])
+    assert free[0] - free[1] <= 4 << 20
 
 
 def test_seeded_draws_do_not_depend_on_neighbours(model: PreTrainedModel) -> None:

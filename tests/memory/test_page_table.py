@@ -11,7 +11,7 @@ import pytest
 
 from pageforge.errors import CropError, GeometryError, OutOfPages, PageError, UseAfterFree
 from pageforge.memory.allocator import PageAllocator
-from pageforge.memory.page_table import PageCopy, PageTable, pages_needed
+from pageforge.memory.page_table import PageCopy, PageTable, append_all, pages_needed
 
 P = 8
 
@@ -383,6 +383,32 @@ def test_a_copy_without_a_free_page_changes_nothing() -> None:
     assert child.append(1) == []
 
 
+def test_copies_are_made_before_any_table_names_them() -> None:
+    table = table_over(16, 16)
+    table.append(P + 3)
+    batch = [table, table.fork(), table.fork()]
+    needed = pages_needed(batch, P)
+    states = [[(each.length, each.pages(g)) for each in batch] for g in (0, 1)]
+    seen: list[PageCopy] = []
+
+    def fail(copies: list[PageCopy]) -> None:
+        assert states == [[(each.length, each.pages(g)) for each in batch] for g in (0, 1)]
+        assert all(allocator_of(table, copy.group).count(copy.target) == 1 for copy in copies)
+        seen.extend(copies)
+        raise RuntimeError("planted")
+
+    with pytest.raises(RuntimeError, match="planted"):
+        append_all(batch, P, needed, fail)
+    assert [(copy.group, copy.source) for copy in seen] == [
+        (group, table.pages(group)[1]) for group in (0, 0, 1, 1)
+    ]
+    assert states == [[(each.length, each.pages(g)) for each in batch] for g in (0, 1)]
+    check(*batch)
+    assert len(append_all(batch, P, needed)) == 4
+    assert [each.length for each in batch] == [2 * P + 3] * 3
+    check(*batch)
+
+
 # Windows
 
 
@@ -589,6 +615,22 @@ def test_padding_needs_no_pages_when_adopted() -> None:
     check(table)
     short = PageTable(table._allocators, P, start=P - 1)
     unchanged_by(short, PageError, lambda: short.adopt(prefix, 3 * P))
+
+
+@pytest.mark.parametrize("window", [None, 4])
+def test_pages_of_padding_alone_are_not_adopted(window: int | None) -> None:
+    """Cropped into the padding, the table would take them for those that follow it."""
+    owner = table_over(windows=[window])
+    owner.append(3 * P)
+    table = PageTable(owner._allocators, P, start=P + 3, windows=[window])
+    table.adopt([owner.pages()], 3 * P)
+    assert (table.first_page(), table.pages()) == (1, owner.pages()[1:])
+    check(owner, table)
+    table.crop(P - 1)
+    assert table.num_pages == 0
+    table.append(P)
+    assert set(table.pages()).isdisjoint(owner.pages())  # the shared page is not written to
+    check(owner, table)
 
 
 @pytest.mark.parametrize("num_tokens", [0, P - 1, P + 1, 2 * P])

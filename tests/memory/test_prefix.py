@@ -11,7 +11,7 @@ import pytest
 
 from pageforge.errors import OutOfPages, PageError, PageForgeError
 from pageforge.memory.allocator import PageAllocator
-from pageforge.memory.prefix import PrefixIndex, chained_hash
+from pageforge.memory.prefix import ABSENT, TOKEN, PrefixIndex, chained_hash, longest_hit
 
 P = 4
 A = [1, 2, 3, 4]
@@ -40,9 +40,16 @@ class Pool:
 
     def check(self, *holders: list[int]) -> None:
         self.allocator.check_invariants(holders)
-        published = {page for page in range(1, 17) if self.allocator.is_published(page)}
-        assert self.index._keys.keys() == published
-        assert {entry.page for entry in self.index._entries.values()} == published
+        self.index.check_invariants()
+
+
+def contents(index: PrefixIndex) -> dict[str, Any]:
+    """All that an index knows."""
+    return {
+        "pages": {page: place.key for page, place in index._holders.items()},
+        "places": set(index._places),
+        "roots": set(index._roots),
+    }
 
 
 # Find
@@ -93,12 +100,14 @@ def test_cached_pages_are_found_and_come_back_to_life() -> None:
 def test_a_query_changes_nothing() -> None:
     pool = Pool()
     pool.keep(A + B)
-    before = copy.deepcopy((vars(pool.index), vars(pool.allocator)))[0]
+    before = copy.deepcopy(vars(pool.allocator)), contents(pool.index)
     pool.index.match(A + B + C)
     pool.index.match(C, salt="never seen")
-    after = vars(pool.index)
-    for name in ("_entries", "_keys", "_roots", "_serials", "_next_serial"):
-        assert after[name] == before[name]
+    pool.index.walk(A + B + C, salt="never seen")
+    after = vars(pool.allocator), contents(pool.index)
+    for old, new in zip(before, after, strict=True):
+        old.pop("on_evict", None), new.pop("on_evict", None)
+        assert old == new
 
 
 @pytest.mark.parametrize("kind", [tuple, np.array, lambda tokens: np.array(tokens, np.int32)])
@@ -149,7 +158,7 @@ def test_too_few_pages_are_refused() -> None:
     pool.check(pages)
 
 
-@pytest.mark.parametrize("wrong", ["free", "cached", 0, -1, 17, 10**9])
+@pytest.mark.parametrize("wrong", ["free", "cached", -1, 17, 10**9])
 def test_pages_that_are_not_used_are_refused_before_anything_is_published(
     wrong: str | int,
 ) -> None:
@@ -187,14 +196,19 @@ def test_a_second_index_over_one_allocator_is_refused() -> None:
 # Hash
 
 
+def as_bytes(*tokens: int) -> bytes:
+    return np.array(tokens, TOKEN).tobytes()
+
+
 def test_the_hash_is_the_same_in_every_process() -> None:
-    head = chained_hash(b"", (1, 2, 3, 4))
+    head = chained_hash(b"", as_bytes(1, 2, 3, 4))
     assert head.hex() == "087a24230771ee662be37e5493b333d7"
-    assert chained_hash(head, (-1, 2**62, 0, 7)).hex() == "6395fbc44e112d36d7162a8c2057732a"
+    tail = chained_hash(head, as_bytes(-1, 2**62, 0, 7))
+    assert tail.hex() == "6395fbc44e112d36d7162a8c2057732a"
 
 
 def test_the_hash_depends_on_all_that_comes_before() -> None:
-    pages = [(1, 2), (2, 1), (1, 3), (0, 1), (256, 1)]
+    pages = [as_bytes(*tokens) for tokens in ((1, 2), (2, 1), (1, 3), (0, 1), (256, 1))]
     hashes = {
         chained_hash(chained_hash(salt, first), second)
         for salt in (b"", b"a", b"b")
@@ -217,10 +231,10 @@ def test_a_salt_parts_what_must_not_be_shared() -> None:
 
 @pytest.mark.parametrize("hash_function", [chained_hash, lambda parent, tokens: b"x"])
 def test_a_salt_that_looks_like_a_hash_opens_nothing(hash_function: Any) -> None:
-    # Its bytes are those of the key of A: only serial numbers tell "after A" and this salt apart.
+    # Its bytes are those of the key of A: only the place before tells "after A" from this salt.
     pool = Pool(hash_function=lambda parent, tokens: hash_function(parent, tokens).hex().encode())
     pages = pool.compute(A + B)
-    salt = hash_function(b"", tuple(A)).hex()
+    salt = hash_function(b"", as_bytes(*A)).hex()
     assert pool.index.match(B, salt) == []
     other = pool.allocator.allocate(1)
     pool.index.publish(B, other, salt)
@@ -318,32 +332,29 @@ def test_a_tail_without_its_head_is_not_found() -> None:
     _, tail = orphaned(pool)
     assert pool.index.match(A + B) == []
     assert pool.allocator.is_cached(tail)
-    # A new head for the same tokens is another page: the old tail does not belong to it.
+    pool.check()
+
+
+def test_a_tail_is_found_again_behind_a_new_head() -> None:
+    """It holds the same tokens after the same tokens, wherever these lie."""
+    pool = Pool()
+    _, tail = orphaned(pool)
     (head,) = pool.compute(A)
-    assert pool.index.match(A + B) == [head]
+    assert pool.index.match(A + B) == [head, tail]
+    assert pool.index.match(C + B) == pool.index.match(B) == []
     pool.check([head])
 
 
-def test_a_new_tail_takes_the_place_of_an_orphan() -> None:
+@pytest.mark.parametrize("is_used", [False, True])
+def test_the_tail_that_was_known_first_stays_behind_a_new_head(is_used: bool) -> None:
     pool = Pool()
-    _, orphan = orphaned(pool)
+    _, tail = orphaned(pool)
+    if is_used:
+        pool.allocator.share([tail])
     pages = pool.compute(A + B)
-    assert pool.index.match(A + B) == pages
-    assert not pool.allocator.is_published(orphan)
-    assert pool.allocator.num_cached == 0
-    pool.check(pages)
-
-
-def test_an_orphan_that_is_still_used_is_replaced_too() -> None:
-    pool = Pool()
-    head, tail = pool.compute(A + B)
-    pool.allocator.release([head])  # a window slid, say
-    pool.allocator.evict(1)
-    pages = pool.compute(A + B)
-    assert pool.index.match(A + B) == pages
-    pool.check(pages, [tail])
-    pool.allocator.release([tail])
-    assert pool.allocator.num_cached == 0
+    assert pool.index.match(A + B) == [pages[0], tail]
+    assert not pool.allocator.is_published(pages[1])
+    pool.check(pages, [tail] * is_used)
 
 
 def test_an_orphan_is_evicted_in_its_turn() -> None:
@@ -353,6 +364,161 @@ def test_an_orphan_is_evicted_in_its_turn() -> None:
     pool.allocator.evict(1)
     assert len(pool.index) == len(pool.index.match(C)) == 1
     pool.check()
+
+
+def test_an_index_remembers_no_more_than_what_leads_to_a_page() -> None:
+    pool = Pool()
+    pool.keep(A + B + C, "a salt")
+    pool.index.match(A, "another salt")
+    assert (len(pool.index._places), len(pool.index._roots)) == (3, 1)
+    head, middle, tail = pool.index.match(A + B + C, "a salt")
+    pool.allocator.unpublish(head)
+    pool.allocator.unpublish(middle)
+    assert (len(pool.index._places), len(pool.index._roots)) == (3, 1)  # the tail lies behind them
+    pool.allocator.unpublish(tail)
+    assert not pool.index._places and not pool.index._roots
+    pool.check()
+
+
+def test_a_long_prefix_is_forgotten_at_once() -> None:
+    """However many places hang on each other: here one page lies behind 200,000 absent ones."""
+    pool = Pool()
+    (page,) = pool.allocator.allocate(1)
+    count = 200_000
+    assert pool.index.publish(range(count * P), [ABSENT] * (count - 1) + [page]) == count
+    assert len(pool.index._places) == count
+    pool.allocator.unpublish(page)
+    assert not pool.index._places
+
+
+# Absent pages: what left a window before it was published
+
+
+def test_what_comes_after_absent_pages_is_known() -> None:
+    pool = Pool()
+    pages = pool.allocator.allocate(1)
+    assert pool.index.publish(A + B + C, [ABSENT, ABSENT, *pages]) == 3
+    assert pool.index.match(A + B + C) == []  # of no use where all is seen
+    assert [place.page for place in pool.index.walk(A + B + C)[1:]] == [ABSENT, ABSENT, *pages]
+    assert len(pool.index.walk(A + B + A)) == 3
+    assert len(pool.index.walk(A + C)) == 2
+    pool.check(pages)
+
+
+def test_absent_pages_alone_are_not_remembered() -> None:
+    pool = Pool()
+    assert pool.index.publish(A + B, [ABSENT, ABSENT]) == 2
+    assert not pool.index._places
+    assert len(pool.index.walk(A + B)) == 1
+
+
+def test_an_absent_page_is_published_later() -> None:
+    pool = Pool()
+    (tail,) = pool.allocator.allocate(1)
+    pool.index.publish(A + B, [ABSENT, tail])
+    (head,) = pool.compute(A)
+    assert pool.index.match(A + B) == [head, tail]
+    pool.index.publish(A + B, [ABSENT, ABSENT])  # and stays where somebody else lacks it
+    assert pool.index.match(A + B) == [head, tail]
+    pool.check([head], [tail])
+
+
+def test_a_sequence_goes_on_though_what_it_published_was_evicted() -> None:
+    """Its pages left the window, and then the pool: it is told from one whose K/V were dropped."""
+    pool = Pool()
+    (first,) = pool.allocator.allocate(1)
+    cursor = pool.index.extend(pool.index.start(), A, [first])
+    pool.allocator.release([first])
+    pool.allocator.evict(1)
+    (second,) = pool.allocator.allocate(1)
+    cursor = pool.index.extend(cursor, B, [second])
+    assert cursor.num_pages == 2
+    assert [place.page for place in pool.index.walk(A + B)[1:]] == [ABSENT, second]
+    pool.check([second])
+
+
+@pytest.mark.parametrize("num_pages", [0, 1, 2])
+def test_a_sequence_publishes_nothing_after_what_was_dropped(num_pages: int) -> None:
+    pool = Pool()
+    pages = pool.allocator.allocate(3)
+    tokens = A + B + C
+    cursor = pool.index.extend(pool.index.start(), tokens[: num_pages * P], pages)
+    pool.index.drop()
+    others = pool.compute(A + B)  # of the new weights, say
+    assert pool.index.extend(cursor, tokens[num_pages * P :], pages[num_pages:]) is cursor
+    assert pool.index.match(tokens) == others
+    pool.check(pages, others)
+
+
+# The longest hit
+
+WINDOWS = [1, 2, P - 1, P, P + 1, 2 * P, 2 * P + 1]
+
+
+@pytest.mark.parametrize("rollback", [0, 1, P])
+@pytest.mark.parametrize("window", [None, *WINDOWS])
+@pytest.mark.parametrize("other", [None, P + 2])
+def test_the_longest_hit_is_the_longest_that_every_group_can_serve(
+    other: int | None, window: int | None, rollback: int
+) -> None:
+    """Against a plain search, for every choice of absent pages."""
+    windows = [other, window]
+    for absent in itertools.product([False, True], repeat=8):
+        pages = [ABSENT if is_absent else page for page, is_absent in enumerate(absent, 1)]
+        known = [pages[:4], pages[4:]]
+        num_pages, shared = longest_hit(known, windows, P, rollback)
+        can_be_served = [
+            all(
+                pages[token // P]
+                for pages, width in zip(known, windows, strict=True)
+                for token in range(count * P)
+                if width is None or token > count * P - width
+            )
+            for count in range(5)
+        ]
+        assert num_pages == max(count for count in range(5) if can_be_served[count])
+        for pages, found, width in zip(known, shared, windows, strict=True):
+            assert all(found) and found == pages[num_pages - len(found) : num_pages]
+            if len(found) < num_pages:  # the page before is absent, or nobody rolls back to it
+                last = (num_pages - len(found)) * P - 1
+                is_absent = not pages[num_pages - len(found) - 1]
+                assert is_absent or last <= num_pages * P - rollback - width
+
+
+def test_a_hit_is_as_long_as_what_each_group_knows() -> None:
+    assert longest_hit([[1, 2, 3], [4, 5]], [None, None], P) == (2, [[1, 2], [4, 5]])
+    assert longest_hit([[1, 2, 3], []], [None, 2], P) == (0, [[], []])
+    assert longest_hit([[1, 2, 3], [0, 0, 6]], [None, 2], P) == (3, [[1, 2, 3], [6]])
+    assert longest_hit([[1, 2, 3], [0, 0, 0]], [None, 1], P) == (3, [[1, 2, 3], []])
+
+
+# Self-check
+
+
+def _keep_unknown(pool: Pool) -> None:
+    pool.allocator.publish(pool.allocator.allocate(1)[0])
+
+
+def _forget_a_page(pool: Pool) -> None:
+    pool.allocator._published.remove(1)
+
+
+def _mix_up_pages(pool: Pool) -> None:
+    pool.index._holders[1].page = 2
+
+
+def _lose_a_place(pool: Pool) -> None:
+    del pool.index._places[pool.index._holders[1].key]
+
+
+@pytest.mark.parametrize("fault", [_keep_unknown, _forget_a_page, _mix_up_pages, _lose_a_place])
+def test_planted_faults_are_seen(fault: Any) -> None:
+    pool = Pool()
+    pages = pool.compute(A + B)
+    pool.check(pages)
+    fault(pool)
+    with pytest.raises(AssertionError, match="index"):
+        pool.index.check_invariants()
 
 
 # Drop
@@ -365,7 +531,7 @@ def test_drop_forgets_everything() -> None:
     pool.index.drop()
     assert pool.index.match(A + B) == pool.index.match(C, "a salt") == []
     assert (len(pool.index), pool.allocator.num_cached) == (0, 0)
-    assert not pool.index._roots and not pool.index._serials
+    assert not pool.index._roots and not pool.index._places
     pool.check(used)
     pool.allocator.release(used)
     assert pool.allocator.num_free == 16

@@ -29,7 +29,7 @@ from pageforge.memory import PageAllocator, PageTable, PrefixIndex
 from pageforge.memory import allocator as allocator_module
 from pageforge.memory.allocator import Supply
 from pageforge.memory.page_table import PageCopy, pages_needed
-from pageforge.memory.prefix import chained_hash
+from pageforge.memory.prefix import ABSENT, chained_hash, longest_hit
 
 P = 4
 WINDOWS = (None, P + 1)
@@ -75,7 +75,7 @@ class Live:
 class Policy(RuleBasedStateMachine):
     """Sequences come, grow, fork, roll back and end over one small pool."""
 
-    hash_function: Callable[[bytes, tuple[int, ...]], bytes] = staticmethod(chained_hash)
+    hash_function: Callable[[bytes, bytes], bytes] = staticmethod(chained_hash)
 
     @initialize()
     def start(self) -> None:
@@ -160,12 +160,13 @@ class Policy(RuleBasedStateMachine):
         table = PageTable(self.allocators, P, windows=WINDOWS, rollback=ROLLBACK, start=start)
         sequence = Live(table, [], salt)
         if not start:
-            found = [index.match(tokens, salt) for index in self.indexes]
-            hit = min(map(len, found))
-            first = max(0, hit * P - WINDOWS[1] + 1) // P if only_the_window else 0
-            table.adopt([found[0][:hit], found[1][first:hit]], hit * P)
+            paths = [index.walk(tokens, salt) for index in self.indexes]
+            known = [[place.page for place in path[1:]] for path in paths]
+            margin = 0 if only_the_window else len(tokens)
+            hit, found = longest_hit(known, WINDOWS, P, margin)
+            table.adopt(found, hit * P)
             sequence.tokens += tokens[: hit * P]
-            sequence.floor = hit * P if first else 0
+            sequence.floor = hit * P if len(found[1]) < hit else 0
         self.live.append(sequence)
         try:
             self.append(sequence, tokens[len(sequence.tokens) :])
@@ -288,8 +289,7 @@ class Policy(RuleBasedStateMachine):
         if sequence.table.start:
             return
         for group, index in enumerate(self.indexes):
-            if not sequence.table.first_page(group):
-                index.publish(tokens, sequence.table.pages(group), sequence.salt)
+            index.publish(tokens, sequence.table.entries(0, full, group), sequence.salt)
         self.known.add((sequence.salt, tuple(tokens)))
 
     @rule(group=st.sampled_from(GROUPS), pages=st.integers(0, 4))
@@ -362,10 +362,12 @@ class Policy(RuleBasedStateMachine):
     def the_index_finds_nothing_wrong(self) -> None:
         for group, index in enumerate(self.indexes):
             allocator = self.allocators[group]
-            published = {p for p in range(1, NUM_PAGES[group] + 1) if allocator.is_published(p)}
-            assert index._keys.keys() == published
+            index.check_invariants()
             for salt, tokens in self.known:
-                for number, page in enumerate(index.match(tokens, salt)):
+                for number, place in enumerate(index.walk(tokens, salt)[1:]):
+                    page = place.page
+                    if page == ABSENT:
+                        continue
                     assert allocator.count(page) or allocator.is_cached(page)
                     for offset in range(P):
                         stored = self.memory[group].slots[page * P + offset]

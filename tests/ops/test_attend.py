@@ -230,7 +230,7 @@ def test_attend_as_an_op(return_lse: bool) -> None:
     options = 0.25, 5, 9.0, torch.randn(4), torch.rand(4), torch.tensor([1, 0]).int()
     torch.library.opcheck(
         torch.ops.pageforge.attend.default,
-        (*args, step.cu_query_lens, 1, return_lse, False, None, 0, *options),
+        (*args, step.cu_query_lens, 1, return_lse, False, None, *options),
     )
 
 
@@ -242,7 +242,7 @@ def test_write_and_attend_as_an_op(plan_table: Tensor | None) -> None:
     args = step.query, *new, step.key_pages, step.value_pages, step.page_table, step.seq_lens
     torch.library.opcheck(
         torch.ops.pageforge.write_and_attend.default,
-        (*args, False, plan_table, 1, 0.25, None, None, None, None, None),
+        (*args, False, plan_table, 0.25, None, None, None, None, None),
     )
 
 

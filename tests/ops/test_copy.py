@@ -75,8 +75,6 @@ def test_pages_past_every_limit_of_32_bits(copy_pages) -> None:
 def test_without_memory_for_the_ids_pages_are_copied_all_the_same(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """The page tables name the targets already."""
-
     def fail(*args: object) -> None:
         raise torch.OutOfMemoryError("planted")
 

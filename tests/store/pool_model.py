@@ -20,36 +20,45 @@ from torch import Tensor
 
 from pageforge import KVGeometry, LayerShape, PagePool, PageTable, ops
 from pageforge.errors import CropError, OutOfPages
+from pageforge.memory.prefix import PrefixCursor
 
 P = 8
 WINDOW = 20
 STEPS = (
     *("new", "append", "append", "append", "append_all", "fork", "crop", "slide", "release"),
-    *("lose", "publish", "reuse", "drop", "trim", "restore", "export", "unexport"),
+    *("lose", "publish", "reuse", "drop", "trim", "restore", "export", "unexport", "map_ahead"),
 )
+SHARING_STEPS = (
+    *("new", "append", "append", "append", "publish", "publish", "slide", "slide", "fork"),
+    *("reuse", "reuse", "reuse", "release", "release"),
+)
+"""Steps in which prefixes are found again, in a window too."""
 
 Step = tuple[str, int, int]  # name, which sequence, how much
 
 
-def two_groups(device: str = "cpu", second: str | None = None, scale: int = 1) -> KVGeometry:
+def two_groups(
+    device: str = "cpu", second: str | None = None, scale: int = 1, window: int = WINDOW
+) -> KVGeometry:
     """Two layer groups, the second with a window; pages of 1,280 and 640 bytes at scale 1.
 
     `second`: the second group's device, if it is another one.
     """
     other = second or device
     full = LayerShape(2, 5 * scale, 5 * scale, "float32", device=device)
-    sliding = LayerShape(1, 12 * scale, 8 * scale, "float32", window=WINDOW, device=other)
+    sliding = LayerShape(1, 12 * scale, 8 * scale, "float32", window=window, device=other)
     return KVGeometry.of_layers({0: full, 1: sliding, 2: full}, P)
 
 
-def random_steps(rng: random.Random, count: int) -> list[Step]:
-    return [(rng.choice(STEPS), rng.randrange(8), rng.randint(1, 40)) for _ in range(count)]
+def random_steps(rng: random.Random, count: int, steps: Sequence[str] = STEPS) -> list[Step]:
+    return [(rng.choice(steps), rng.randrange(8), rng.randint(1, 40)) for _ in range(count)]
 
 
 @dataclass(eq=False)
 class Sequence_:
     table: PageTable
     tokens: list[int]
+    cursors: list[PrefixCursor] | None = None  # how far it is published
 
 
 class Lost:
@@ -84,6 +93,8 @@ class PoolModel:
         self.published: list[list[int]] = []
         self.numbers = itertools.count(first)
         self.outs = 0  # times that OutOfPages was raised
+        self.hits = 0  # prefixes found, and of these without the pages before the window
+        self.hits_in_a_window = 0
         self.known: set[tuple[int, int]] = set()  # (group, page) whose rest is NaN already
 
     # --- steps ------------------------------------------------------------------------------
@@ -96,14 +107,14 @@ class PoolModel:
                 after()
 
     def step(self, name: str, which: int, amount: int) -> None:
-        if name in ("drop", "trim", "new", "reuse", "unexport"):
+        if name in ("drop", "trim", "new", "reuse", "unexport", "map_ahead"):
             getattr(self, name)(amount)
         elif self.sequences:
             getattr(self, name)(self.sequences[which % len(self.sequences)], amount)
 
     def new(self, amount: int) -> None:
         if len(self.sequences) < self.most:
-            start = amount % 13
+            start = amount % 13 if amount % 2 else 0
             sequence = Sequence_(self.pool.new_table(start), [0] * start)
             with self._nothing_changes_without_pages():
                 self.pool.append([sequence.table], start)
@@ -133,6 +144,8 @@ class PoolModel:
     def fork(self, sequence: Sequence_, amount: int) -> None:
         if len(self.sequences) < self.most:
             self.take(self.pool.fork(sequence.table), sequence.tokens)
+            if sequence.cursors is not None:
+                self.sequences[-1].cursors = list(sequence.cursors)
 
     def crop(self, sequence: Sequence_, amount: int) -> None:
         length = max(0, len(sequence.tokens) - amount)
@@ -142,6 +155,7 @@ class PoolModel:
             assert sequence.table.length == len(sequence.tokens)
         else:
             del sequence.tokens[length:]
+            sequence.cursors = None
 
     def slide(self, sequence: Sequence_, amount: int) -> None:
         self.pool.slide([sequence.table])
@@ -162,24 +176,23 @@ class PoolModel:
 
     def publish(self, sequence: Sequence_, amount: int) -> None:
         """Full pages stay as cached when their sequence ends."""
-        table = sequence.table
-        if table.start == 0 and all(table.first_page(g) == 0 for g in range(2)):
+        if sequence.table.start == 0:
             self.published.append(list(sequence.tokens))
-            for index, group in enumerate(self.pool._groups):
-                group.prefix.publish(sequence.tokens, table.pages(index))
+            if sequence.cursors is None:
+                sequence.cursors = self.pool.match_prefix([]).cursors
+            self.pool.publish_prefix(sequence.table, sequence.tokens, sequence.cursors)
 
     def reuse(self, amount: int) -> None:
         """A new sequence that begins with a published prefix, if there is one."""
         if len(self.sequences) == self.most or not self.published:
             return
-        tokens = self.published[amount % len(self.published)]
-        found = [group.prefix.match(tokens) for group in self.pool._groups]
-        count = min(map(len, found))
-        if count:
-            table = self.pool.new_table()
-            with self.pool._exclusive():
-                table.adopt([pages[:count] for pages in found], count * P)
-            self.take(table, tokens[: count * P])
+        tokens = self.published[-1 - amount % min(3, len(self.published))]
+        found = self.pool.match_prefix(tokens)
+        if found.num_tokens:
+            self.take(self.pool.adopt_prefix(found), tokens[: found.num_tokens])
+            self.sequences[-1].cursors = found.cursors
+            self.hits += 1
+            self.hits_in_a_window += found.num_tokens > len(found.pages[1]) * P
 
     def drop(self, amount: int) -> None:
         self.pool.drop_prefix_cache()
@@ -187,6 +200,10 @@ class PoolModel:
 
     def trim(self, amount: int) -> None:
         self.pool.trim()
+
+    def map_ahead(self, amount: int) -> None:
+        self.pool.map_ahead(amount % 12)
+        self.pool._ahead.wait()  # or it would go on while all is looked at
 
     def restore(self, sequence: Sequence_, amount: int) -> None:
         """Save a sequence's pages and load them as two rows of a batch."""

@@ -87,6 +87,20 @@ def test_the_order_of_the_chunks_does_not_matter(driver: FakeDriver) -> None:
     assert mapped_granules(driver) == {0, 1}
 
 
+def test_what_is_mapped_stays_and_what_is_not_is_left_alone(driver: FakeDriver) -> None:
+    """So that a call that was interrupted can be made again."""
+    store = HostStore(100 * G)
+    store.map(0, G + 1000)
+    store.map(0, G + 1000)
+    store.map(G + 1000, 3 * G)
+    assert mapped_granules(driver) == {0, 1, 2}
+    for _ in range(2):
+        store.unmap([(0, G + 1000), (50 * G, 60 * G)])
+        assert mapped_granules(driver) == {1, 2}
+    store.close()
+    driver.assert_nothing_left()
+
+
 @st.composite
 def chunks_and_orders(draw: st.DrawFn) -> tuple[list[tuple[int, int]], list[int]]:
     sizes = draw(st.lists(st.integers(1, 5 * G), min_size=1, max_size=5))

@@ -5,7 +5,8 @@ from __future__ import annotations
 import contextlib
 import statistics
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
+from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -15,12 +16,12 @@ import torch
 from torch.autograd import DeviceType
 from transformers import PreTrainedModel
 
-from pageforge.bench.serving import params_of
-from pageforge.bench.workloads import Job
+from pageforge.bench.workloads import Job, params_of
 from pageforge.engine import core
+from pageforge.engine.core import Core, Flight
 from pageforge.engine.engine import Engine
 from pageforge.engine.runner import Step
-from pageforge.engine.sequence import Rows
+from pageforge.engine.sequence import Rows, Sequence
 from pageforge.geometry import KVGeometry, total_bytes_per_page
 
 SETTLE = 8
@@ -61,10 +62,8 @@ def logged(engine: Engine) -> Iterator[StepLog]:
     log, runner, pool = StepLog(), engine._core.runner, engine._pool
     launch = runner.launch
 
-    def noted(
-        rows: Rows, counts: npt.NDArray[np.int32], asking: npt.NDArray[np.bool_] | None
-    ) -> Step:
-        step = launch(rows, counts, asking)
+    def noted(rows: Rows, counts: npt.NDArray[np.int32], *args: Any, **options: Any) -> Step:
+        step = launch(rows, counts, *args, **options)
         some = np.flatnonzero(counts)
         log.counts.append(counts[some])
         log.lengths.append(rows.computed[some] + counts[some])
@@ -76,6 +75,44 @@ def logged(engine: Engine) -> Iterator[StepLog]:
 
     with replaced(runner, "launch", noted):
         yield log
+
+
+class TokenTimes:
+    """When each token of an engine's requests came to the host, as `note` is told."""
+
+    def __init__(self, core: Core):
+        self._core = core
+        self._steps: list[tuple[list[Sequence | None], npt.NDArray[np.int64]]] = []
+        self._times: list[float] = []  # of the steps that have landed, which are the first ones
+
+    def begin(self, flight: Flight) -> Flight:
+        """A step was launched."""
+        self._steps.append((flight.sequences, flight.rows))
+        return flight
+
+    def note(self, now: float) -> None:
+        """`Engine.step` has returned, so that all tokens came but those of steps in flight."""
+        landed = len(self._steps) - len(self._core._flights)
+        self._times += [now] * (landed - len(self._times))
+
+    def by_request(self) -> dict[str, list[float]]:
+        """The times of each request's tokens, and of a last one that was computed in vain."""
+        found: dict[str, list[float]] = {}
+        for (sequences, rows), moment in zip(self._steps, self._times, strict=False):
+            for row in rows.tolist():
+                sequence = sequences[row]
+                assert sequence is not None
+                found.setdefault(sequence.owner.id, []).append(moment)
+        return found
+
+
+@contextlib.contextmanager
+def token_times(engine: Engine) -> Iterator[TokenTimes]:
+    """Note which requests each step of `engine` gives a token."""
+    core = engine._core
+    times, sample = TokenTimes(core), core._sample
+    with replaced(core, "_sample", lambda step: times.begin(sample(step))):
+        yield times
 
 
 # --- the floor ------------------------------------------------------------------------------
@@ -155,7 +192,7 @@ def steady_tokens(steps: int) -> int:
     return ADMITTING + SETTLE + steps + PROFILED
 
 
-def host_work(engine: Engine, jobs: Sequence[Job], steps: int) -> HostWork:
+def host_work(engine: Engine, jobs: SequenceOf[Job], steps: int) -> HostWork:
     """Time `steps` steps of decoding for all `jobs`, then the device's work in a few more."""
     names = [engine.add_request(job.prompt, params_of(job)) for job in jobs]
     rows = engine._core.rows

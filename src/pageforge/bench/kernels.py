@@ -10,8 +10,8 @@ from collections.abc import Callable, Sequence
 
 from pageforge.bench import attention, cache_ops, prefill
 from pageforge.bench.ceilings import copy_ceiling, read_ceiling
-from pageforge.bench.context import Bench
-from pageforge.bench.harness import failure
+from pageforge.bench.context import QUICK_REPEATS, QUICK_SHAPES, Bench
+from pageforge.bench.run import Run, run_sections
 
 SECTIONS: dict[str, Callable[[Bench], None]] = {
     "decode": attention.decode,
@@ -20,6 +20,21 @@ SECTIONS: dict[str, Callable[[Bench], None]] = {
     "cache": cache_ops.cache_ops,
     "prefill": prefill.prefill,
 }
+
+
+def run_all(given: Run) -> None:
+    """Everything, or with `quick` a few shapes."""
+    run(bench_of(given))
+
+
+def bench_of(given: Run) -> Bench:
+    """What the sections are given in a run."""
+    bench = Bench(given.device, given.report, given.console, given.budget)
+    if given.quick:
+        bench.repeats = QUICK_REPEATS
+        bench.dtypes = bench.dtypes[:1]
+        bench.shapes = {name: bench.shapes[name] for name in QUICK_SHAPES}
+    return bench
 
 
 def run(bench: Bench, only: Sequence[str] = ()) -> None:
@@ -31,14 +46,4 @@ def run(bench: Bench, only: Sequence[str] = ()) -> None:
         f"read ceiling {bench.read / 1e9:,.0f} GB/s, copy ceiling {bench.copy / 1e9:,.0f} GB/s "
         f"(read + written)\n"
     )
-    for name, section in SECTIONS.items():
-        if not only or name in only:
-            try:
-                section(bench)
-            except Exception as error:  # what the others find must not be lost
-                bench.report.add(section=name, failure=failure(error))
-                bench.console.print(f"{name}: {failure(error)}")
-            bench.console.print()
-    if bench.budget.left_out:
-        bench.report.add(section="left out", names=bench.budget.left_out)
-        bench.console.print(f"no time left for: {', '.join(bench.budget.left_out)}")
+    run_sections(bench, SECTIONS, only)

@@ -1,14 +1,16 @@
 """The ways to serve a workload that are compared: each a context that yields a `Server`.
 
 All decode greedily for just as many tokens as each request wants, and turn these into text. Each
-has a twin of the model, so that none sees what another does to it.
+has a twin of the model, so that none sees what another does to it. Requests are there all at once
+(`answer`), or come one after the other (`serve`).
 """
 
 from __future__ import annotations
 
 import contextlib
 import itertools
-from collections.abc import Callable, Iterator, Mapping
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -22,11 +24,13 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 from transformers.generation.continuous_batching.utils import WorkloadHints
+from transformers.generation.streamers import BaseStreamer
 
+from pageforge.bench.engine_probe import token_times
 from pageforge.bench.models import twin
-from pageforge.bench.workloads import Job
+from pageforge.bench.online import Arrivals, Served
+from pageforge.bench.workloads import Job, params_of
 from pageforge.engine.engine import Engine
-from pageforge.engine.params import SamplingParams
 from pageforge.geometry import pages_for
 
 PADDED = 64
@@ -41,13 +45,18 @@ STOP_SECONDS = 5
 NO_EOS = -1
 
 Answer = Callable[[list[Job]], list[list[int]]]
+Serve = Callable[[list[Job], Sequence[float]], list[Served]]
 
 
 @dataclass(frozen=True)
 class Server:
-    """`answer(jobs)`: the new tokens of every completion, in order. `engine`: if it is ours."""
+    """`answer(jobs)`: the new tokens of every completion, in order. `engine`: if it is ours.
+
+    `serve(jobs, times)`: what became of requests that come at `times`, in order.
+    """
 
     answer: Answer
+    serve: Serve
     engine: Engine | None = None
 
     def __call__(self, jobs: list[Job]) -> list[list[int]]:
@@ -60,6 +69,19 @@ class Server:
                 f"expected {sum(wanted)} new tokens, each its own; got {sum(got)}"
             )
         return completions
+
+    def serve_all(self, jobs: list[Job], times: Sequence[float]) -> list[Served]:
+        """Serve, and see that each request has as many tokens as it should, and in order."""
+        served = self.serve(jobs, times)
+        got = [len(each.tokens) for each in served]
+        if got != [job.new_tokens for job in jobs]:
+            wanted = sum(job.new_tokens for job in jobs)
+            raise ArithmeticError(f"expected {wanted} new tokens, each its own; got {sum(got)}")
+        for each in served:
+            moments = [each.arrived, each.started, *each.tokens]
+            if moments != sorted(moments):
+                raise ArithmeticError("expected a request's tokens after its arrival and in order")
+        return served
 
 
 @dataclass(frozen=True)
@@ -88,7 +110,9 @@ def engine(setting: Setting, *, temperature: float = 0, **options: Any) -> Itera
     """pageforge.Engine with its own defaults, prefix cache off; `options` go over these."""
     model, tokenizer = twin(setting.model), setting.tokenizer
     with Engine(model, tokenizer, **{"prefix_cache": False, "seed": 0} | options) as opened:
-        yield Server(partial(_engine_answer, opened, temperature), opened)
+        yield Server(
+            partial(_engine_answer, opened, temperature), partial(_engine_serve, opened), opened
+        )
 
 
 def _engine_answer(opened: Engine, temperature: float, jobs: list[Job]) -> list[list[int]]:
@@ -101,11 +125,30 @@ def _engine_answer(opened: Engine, temperature: float, jobs: list[Job]) -> list[
     return [completion.token_ids for output in outputs for completion in output.outputs]
 
 
-def params_of(job: Job, temperature: float = 0) -> SamplingParams:
-    """Just as many tokens as it wants, whatever they are."""
-    return SamplingParams(
-        max_tokens=job.new_tokens, n=job.n, temperature=temperature, ignore_eos=True
-    )
+def _engine_serve(opened: Engine, jobs: list[Job], times: Sequence[float]) -> list[Served]:
+    """Requests are added between steps."""
+    arrivals = Arrivals(jobs, times)
+    submitted: dict[str, float] = {}
+    started: dict[str, float] = {}
+    with token_times(opened) as came:
+        while arrivals or opened.has_unfinished:
+            for index, job in arrivals.due():
+                submitted[str(index)] = arrivals.now()
+                opened.add_request(job.prompt, params_of(job), request_id=str(index))
+            if not opened.has_unfinished:
+                arrivals.wait()
+                continue
+            for output in opened.step():
+                if output.error is not None:
+                    raise output.error
+                name = output.request_id
+                started[name] = submitted[name] + (output.timings.queued or 0)
+            came.note(arrivals.now())
+    tokens = came.by_request()
+    return [
+        Served(times[at], started[str(at)], tokens[str(at)][: job.new_tokens])
+        for at, job in enumerate(jobs)
+    ]
 
 
 @contextlib.contextmanager
@@ -114,7 +157,11 @@ def generate(setting: Setting, batch: int) -> Iterator[Server]:
 
     A batch runs until its longest answer is done.
     """
-    yield Server(partial(_generate_answer, twin(setting.model), setting.tokenizer, batch))
+    model, tokenizer = twin(setting.model), setting.tokenizer
+    yield Server(
+        partial(_generate_answer, model, tokenizer, batch),
+        partial(_generate_serve, model, tokenizer, batch),
+    )
 
 
 def _generate_answer(
@@ -122,19 +169,70 @@ def _generate_answer(
 ) -> list[list[int]]:
     completions: list[list[int]] = []
     for first in range(0, len(jobs), batch):
-        some = jobs[first : first + batch]
-        tokens, mask = padded([job.prompt for job in some], model.device)
-        out: Any = model.generate(
-            tokens,
-            attention_mask=mask,
-            max_new_tokens=max(job.new_tokens for job in some),
-            do_sample=False,
-        )
-        rows = out[:, tokens.shape[1] :].tolist()
-        new = [row[: job.new_tokens] for row, job in zip(rows, some, strict=True)]
-        tokenizer.batch_decode(new, skip_special_tokens=True)
-        completions += new
+        completions += _generate_batch(model, tokenizer, jobs[first : first + batch])
     return completions
+
+
+def _generate_batch(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    jobs: list[Job],
+    streamer: BaseStreamer | None = None,
+) -> list[list[int]]:
+    tokens, mask = padded([job.prompt for job in jobs], model.device)
+    out: Any = model.generate(
+        tokens,
+        attention_mask=mask,
+        max_new_tokens=max(job.new_tokens for job in jobs),
+        do_sample=False,
+        streamer=streamer,
+    )
+    rows = out[:, tokens.shape[1] :].tolist()
+    new = [row[: job.new_tokens] for row, job in zip(rows, jobs, strict=True)]
+    tokenizer.batch_decode(new, skip_special_tokens=True)
+    return new
+
+
+def _generate_serve(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    batch: int,
+    jobs: list[Job],
+    times: Sequence[float],
+) -> list[Served]:
+    """Whoever waits when a batch is done makes up the next one. Tokens count as they come."""
+    arrivals = Arrivals(jobs, times)
+    waiting: deque[tuple[int, Job]] = deque()
+    served: dict[int, Served] = {}
+    while arrivals or waiting:
+        waiting += arrivals.due()
+        if not waiting:
+            arrivals.wait()
+            continue
+        some = [waiting.popleft() for _ in range(min(batch, len(waiting)))]
+        streamer, started = _Streamer(arrivals), arrivals.now()
+        _generate_batch(model, tokenizer, [job for _, job in some], streamer)
+        for at, job in some:
+            served[at] = Served(times[at], started, streamer.times[: job.new_tokens])
+    return [served[at] for at in range(len(jobs))]
+
+
+class _Streamer(BaseStreamer):
+    """What `generate` tells of each token of its rows: notes when."""
+
+    def __init__(self, arrivals: Arrivals):
+        self.times: list[float] = []
+        self._arrivals = arrivals
+        self._has_prompt = False
+
+    def put(self, value: Tensor) -> None:
+        """The prompts first, then a token of each row."""
+        if self._has_prompt:
+            self.times.append(self._arrivals.now())
+        self._has_prompt = True
+
+    def end(self) -> None:
+        """All have come."""
 
 
 def padded(prompts: list[list[int]], device: torch.device) -> tuple[Tensor, Tensor]:
@@ -167,7 +265,10 @@ def generate_batch(setting: Setting) -> Iterator[Server]:
             num_requests=len(jobs),
         ),
     ) as manager:
-        yield Server(partial(_batch_answer, manager, setting.tokenizer))
+        yield Server(
+            partial(_batch_answer, manager, setting.tokenizer),
+            partial(_batch_serve, manager, setting.tokenizer),
+        )
 
 
 def _batch_answer(
@@ -176,16 +277,48 @@ def _batch_answer(
     names = [manager.add_request(job.prompt, max_new_tokens=job.new_tokens) for job in jobs]
     found: dict[str, list[int]] = {}
     while len(found) < len(jobs):
-        result = manager.get_result(timeout=ANSWER_SECONDS)
-        if result is None:
-            if not manager.is_running():
-                raise RuntimeError("its thread has ended early")
-        elif result.error is not None:
-            raise RuntimeError(result.error)
-        elif result.is_finished():
+        result = _batch_result(manager, tokenizer, ANSWER_SECONDS)
+        if result is not None:
             found[result.request_id] = result.generated_tokens
-            tokenizer.decode(result.generated_tokens, skip_special_tokens=True)
     return [found[name] for name in names]
+
+
+def _batch_serve(
+    manager: Any, tokenizer: PreTrainedTokenizerBase, jobs: list[Job], times: Sequence[float]
+) -> list[Served]:
+    """Its own thread generates, and notes when each token was there."""
+    arrivals = Arrivals(jobs, times)
+    numbers: dict[str, int] = {}
+    served: dict[int, Served] = {}
+    while len(served) < len(jobs):
+        for at, job in arrivals.due():
+            name = manager.add_request(
+                job.prompt, max_new_tokens=job.new_tokens, record_timestamps=True
+            )
+            numbers[name] = at
+        result = _batch_result(manager, tokenizer, min(ANSWER_SECONDS, arrivals.seconds_left))
+        if result is not None:
+            at = numbers[result.request_id]
+            begun, *moments = (
+                moment - arrivals.began for moment in (result.lifespan[0], *result.timestamps)
+            )
+            served[at] = Served(times[at], begun, moments)
+    return [served[at] for at in range(len(jobs))]
+
+
+def _batch_result(manager: Any, tokenizer: PreTrainedTokenizerBase, seconds: float) -> Any:
+    """The next finished answer; None if there is none for so long."""
+    result = manager.get_result(timeout=seconds)
+    if result is None:
+        if not manager.is_running():
+            raise RuntimeError("its thread has ended early")
+        return None
+    if result.error is not None:
+        raise RuntimeError(result.error)
+    if not result.is_finished():
+        return None
+    tokenizer.decode(result.generated_tokens, skip_special_tokens=True)
+    return result
 
 
 WAYS: Mapping[str, Way] = {

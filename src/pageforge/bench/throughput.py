@@ -10,47 +10,51 @@ from __future__ import annotations
 import contextlib
 import logging
 import statistics
+import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import torch
 from transformers import PreTrainedModel
 
-from pageforge.bench import ceilings, workloads
+from pageforge.bench import workloads
+from pageforge.bench.arrivals import arrivals
 from pageforge.bench.ceilings import matmul_ceiling, read_ceiling
 from pageforge.bench.context import dtype_name
-from pageforge.bench.decode import cudnn_attention
 from pageforge.bench.engine_probe import (
-    StepLog,
     costs_of,
     floor_seconds,
     host_work,
-    logged,
     steady_tokens,
 )
-from pageforge.bench.harness import failure, percentile, rotated, synchronize
-from pageforge.bench.models import twin
+from pageforge.bench.harness import percentile, synchronize
+from pageforge.bench.lanes import Lane, Race, describe
+from pageforge.bench.models import make_model, make_tokenizer, twin
 from pageforge.bench.report import table
+from pageforge.bench.run import Run, run_sections
 from pageforge.bench.serving import (
     BASE,
     WAYS,
-    Server,
-    Setting,
     Way,
     engine,
     padded,
     params_of,
 )
-from pageforge.bench.throughput_context import ThroughputBench
-from pageforge.bench.workloads import Job
-from pageforge.engine.engine import Engine, EngineStats
+from pageforge.bench.settings import cudnn_attention
+from pageforge.bench.throughput_context import (
+    ARRIVALS,
+    HOST_STEPS,
+    LOADS,
+    MOST_REPEATS,
+    RUNNING,
+    ThroughputBench,
+)
+from pageforge.bench.workloads import Job, Size
+from pageforge.engine.engine import Engine
 from pageforge.geometry import pages_for
-
-READ_BYTES = {"cuda": ceilings.READ_BYTES, "cpu": 256 << 20}
-"""What the read ceiling is measured on: many times the caches."""
 
 PAGE_SIZE = 16
 """The engine's default."""
@@ -68,28 +72,72 @@ LOOKED_AT = 16
 """Outputs that differ whose cause is looked for."""
 
 
+@dataclass(frozen=True)
+class Scale:
+    """How much is measured. `shrink` and `most`: see `Size`; the rest as in ThroughputBench."""
+
+    shrink: int = 1
+    most: int = sys.maxsize
+    repeats: int = MOST_REPEATS
+    running: Sequence[int] = RUNNING
+    host_steps: int = HOST_STEPS
+    arrivals: Sequence[str] = ARRIVALS
+    loads: Sequence[int] = LOADS
+
+
+QUICK = Scale(8, 64, 1, (8,), 16, ("sharegpt-4", "uniform"), (50, 90))
+CPU = Scale(8, 16, 1, (8,), 16, ("sharegpt-4", "azure-chat", "uniform"), (50, 90, 110))
+CPU_QUICK = Scale(32, 4, 0, (4,), 8, ("azure-chat",), (50, 90))
+"""A real model makes some 100 tokens a second on two cores, and nothing is captured there."""
+
+
+def run_all(given: Run) -> None:
+    """Every section, at sizes for the device and the time."""
+    run(bench_of(given))
+
+
+def bench_of(
+    given: Run, *, dtype: torch.dtype | None = None, requests: int | None = None
+) -> ThroughputBench:
+    """What the sections are given in a run, as large as its device allows."""
+    name = given.model or ("tiny" if given.on_cpu else "gpt2")
+    model = make_model(name, given.device, dtype)
+    if given.on_cpu:
+        scale = CPU_QUICK if given.quick else CPU
+    else:
+        scale = QUICK if given.quick or name == "tiny" else Scale()
+    return ThroughputBench(
+        model,
+        name,
+        make_tokenizer(int(model.config.vocab_size)),
+        given.report,
+        given.console,
+        given.budget,
+        Size(int(model.config.max_position_embeddings), scale.shrink, scale.most, requests),
+        repeats=scale.repeats,
+        running=scale.running,
+        host_steps=scale.host_steps,
+        arrivals=scale.arrivals,
+        loads=scale.loads,
+    )
+
+
 def run(bench: ThroughputBench, only: Sequence[str] = ()) -> None:
     """The sections named, or all, in order. cuDNN attention is off, for `generate`'s sake."""
-    bench.read = read_ceiling(bench.device, READ_BYTES[bench.device.type])
+    bench.read = read_ceiling(bench.device)
     bench.flops = matmul_ceiling(bench.device, bench.model.dtype)
     bench.report.add(
-        section="ceilings", read_bytes_per_s=bench.read, matmul_flops_per_s=bench.flops
+        section="ceilings",
+        model=bench.name,
+        read_bytes_per_s=bench.read,
+        matmul_flops_per_s=bench.flops,
     )
     bench.console.print(
         f"read ceiling {bench.read / 1e9:,.0f} GB/s, matrix products {bench.flops / 1e12:,.3g} "
         f"TFLOP/s in {dtype_name(bench.model.dtype)}; text by a made-up tokenizer\n"
     )
     with cudnn_attention(False), _quiet():
-        for name, section in SECTIONS.items():
-            if (not only or name in only) and bench.budget.allows(name):
-                try:
-                    section(bench)
-                except Exception as error:  # what the others find must not be lost
-                    bench.report.add(section=name, failure=failure(error))
-                    bench.console.print(f"{name}: {failure(error)}\n")
-    if bench.budget.left_out:
-        bench.report.add(section="left out", names=bench.budget.left_out)
-        bench.console.print(f"no time left for: {', '.join(bench.budget.left_out)}")
+        run_sections(bench, SECTIONS, only)
 
 
 @contextlib.contextmanager
@@ -128,165 +176,30 @@ def first_token(bench: ThroughputBench) -> None:
 # --- ways by turns --------------------------------------------------------------------------
 
 
-@dataclass
-class Lane:
-    """One way's runs: seconds of the first and of the others.
-
-    Of the first run also its outputs, its steps and counts if it is an engine's, and torch's
-    allocator's peak over what it was before (None on the CPU), in which the engine's pool is not.
-    """
-
-    server: Server
-    first: float
-    outputs: list[list[int]]
-    log: StepLog
-    stats: EngineStats | None
-    peak_bytes: int | None
-    seconds: list[float] = field(default_factory=list)
-
-
-Runs = Mapping[str, Way]
-JobsOf = Callable[[int], list[Job]]
-
-
-@torch.no_grad()
-def race(
-    bench: ThroughputBench, ways: Runs, jobs_of: JobsOf, stack: contextlib.ExitStack
-) -> tuple[dict[str, Lane], dict[str, str]]:
-    """All ways by turns, open as long as `stack`: (lanes of those that arrived, others' reasons).
-
-    Those that fill the device's memory come after the others, each by itself.
-    """
-    lanes: dict[str, Lane] = {}
-    failures: dict[str, str] = {}
-    together = {name: way for name, way in ways.items() if not way.apart}
-    for name, way in together.items():
-        _attempt(failures, name, partial(_start, bench, lanes, name, way, jobs_of, stack))
-    for repeat in range(bench.repeats):
-        for name in rotated(list(together), repeat):
-            if name in lanes and name not in failures and repeat < together[name].repeats:
-                _attempt(failures, name, partial(_again, bench, lanes[name], jobs_of(1 + repeat)))
-    for name, way in ways.items():
-        if way.apart:
-            with contextlib.ExitStack() as alone:
-                _attempt(failures, name, partial(_start, bench, lanes, name, way, jobs_of, alone))
-                for repeat in range(min(bench.repeats, way.repeats)):
-                    if name not in failures:
-                        again = partial(_again, bench, lanes[name], jobs_of(1 + repeat))
-                        _attempt(failures, name, again)
-    return {name: lanes[name] for name in ways if name in lanes and name not in failures}, failures
-
-
-def _attempt(failures: dict[str, str], name: str, do: Callable[[], None]) -> None:
-    try:
-        do()
-    except Exception as error:  # whatever it is, the others go on
-        failures[name] = failure(error)
-
-
-def _start(
-    bench: ThroughputBench,
-    lanes: dict[str, Lane],
-    name: str,
-    way: Way,
-    jobs_of: JobsOf,
-    stack: contextlib.ExitStack,
-) -> None:
-    """Open a way and let it run for the first time."""
-    on_cuda, before = bench.device.type == "cuda", 0
-    if on_cuda:
-        torch.cuda.empty_cache()
-        torch.cuda.reset_peak_memory_stats()
-        before = torch.cuda.memory_allocated()
-    jobs = jobs_of(0)
-    server = stack.enter_context(way.open(Setting(bench.model, bench.tokenizer, jobs)))
-    opened = server.engine
-    with contextlib.nullcontext(StepLog()) if opened is None else logged(opened) as log:
-        outputs, seconds = _timed(bench, server, jobs)
-    peak = torch.cuda.max_memory_allocated() - before if on_cuda else None
-    stats = None if opened is None else opened.stats()
-    lanes[name] = Lane(server, seconds, outputs, log, stats, peak)
-
-
-def _again(bench: ThroughputBench, lane: Lane, jobs: list[Job]) -> None:
-    if bench.device.type == "cuda":
-        torch.cuda.empty_cache()  # what another way's allocator keeps, the pool could not map
-    lane.seconds.append(_timed(bench, lane.server, jobs)[1])
-
-
-def _timed(
-    bench: ThroughputBench, server: Server, jobs: list[Job]
-) -> tuple[list[list[int]], float]:
-    synchronize(bench.device)
-    began = time.perf_counter()
-    outputs = server(jobs)
-    synchronize(bench.device)
-    return outputs, time.perf_counter() - began
-
-
-def _rates(lane: Lane, jobs: list[Job]) -> dict[str, Any]:
-    """Tokens a second of a lane, and the memory that its first run took."""
-    tokens = workloads.new_tokens(jobs)
-    found: dict[str, Any] = {
-        "tokens_per_s": tokens / percentile(lane.seconds, 50),
-        "tokens_per_s_low": tokens / max(lane.seconds),
-        "tokens_per_s_high": tokens / min(lane.seconds),
-        "repeats": len(lane.seconds),
-        "first_run_s": lane.first,
-        "peak_bytes": lane.peak_bytes,
-    }
-    if (stats := lane.stats) is not None:
-        found |= {
-            "mapped_peak_bytes": lane.log.mapped_peak,
-            "pages_peak": lane.log.pages_peak,
-            "steps": len(lane.log.counts),
-            "mean_running": lane.log.mean_running,
-            "preemptions": stats.num_preemptions,
-            "graphs": stats.num_graphs,
-            "capture_s": stats.capture_seconds,
-            "eager_steps": stats.eager_steps,
-        }
-    return found
-
-
-def _case(workload: str, jobs: list[Job]) -> dict[str, Any]:
-    prompt_tokens = sum(len(job.prompt) for job in jobs)
-    return {
-        "workload": workload,
-        "requests": len(jobs),
-        "prompt_tokens": prompt_tokens,
-        "new_tokens": workloads.new_tokens(jobs),
-    }
-
-
 def compare(bench: ThroughputBench, workload: str) -> None:
     """The chosen ways over one workload; the engines beside their floor.
 
     Without a choice peers run `uniform` only: with mixed lengths their padding takes minutes.
     """
-    jobs_of = partial(bench.jobs, workload)
-    jobs = jobs_of(0)
-    case = _case(workload, jobs)
+    race = Race(bench, workload, partial(bench.jobs, workload))
+    jobs = bench.jobs(workload, 0)
+    case = describe(workload, jobs)
     chosen = bench.ways or (PEERS[bench.device.type] if workload == "uniform" else ("engine",))
     ways = {name: way for name, way in WAYS.items() if name in chosen}
     rows: list[tuple[object, ...]] = []
     with contextlib.ExitStack() as stack:
-        lanes, failures = race(bench, ways, jobs_of, stack)
-        found = {name: _rates(lane, jobs) for name, lane in lanes.items()}
-        for name in ways:
-            if name in failures:
-                bench.report.add(section="throughput", **case, way=name, failure=failures[name])
-                rows.append((name, failures[name]))
-                continue
-            of_way, lane = found[name], lanes[name]
-            base = found[BASE]["tokens_per_s"] if BASE in found else None
+        race.run(ways, stack)
+        found = {name: lane.rates(jobs) for name, lane in race.lanes.items()}
+        base = found[BASE]["tokens_per_s"] if BASE in found else None
+        for name, of_way in found.items():
+            engine_of = race.lanes[name].server.engine
             of_way["over_generate"] = None if base is None else of_way["tokens_per_s"] / base
             of_way["floor_s"] = of_way["floor_share"] = None
-            if lane.server.engine is not None:
-                costs = costs_of(bench.model, lane.server.engine._pool.geometry)
-                floor = floor_seconds(lane.log, costs, bench.read, bench.flops)
+            if engine_of is not None:
+                costs = costs_of(bench.model, engine_of._pool.geometry)
+                floor = floor_seconds(race.lanes[name].log, costs, bench.read, bench.flops)
                 of_way["floor_s"] = floor
-                of_way["floor_share"] = floor / percentile(lane.seconds, 50)
+                of_way["floor_share"] = floor / race.lanes[name].median
             bench.report.add(section="throughput", **case, way=name, **of_way)
             rows.append(
                 (
@@ -301,9 +214,13 @@ def compare(bench: ThroughputBench, workload: str) -> None:
                     _mb(of_way["peak_bytes"]),
                 )
             )
-    columns = ("way", "tokens/s", "low", "high", "/generate", "first run s", "floor share")
-    bench.console.print(table(_title(bench, case), (*columns, "pool MB", "allocator MB"), rows))
-    bench.console.print()
+    for name, reason in race.failures.items():
+        bench.report.add(section="throughput", **case, way=name, failure=reason)
+        rows.append((name, reason))
+    if rows:
+        columns = ("way", "tokens/s", "low", "high", "/generate", "first run s", "floor share")
+        bench.console.print(table(_title(bench, case), (*columns, "pool MB", "allocator MB"), rows))
+        bench.console.print()
 
 
 def _title(bench: ThroughputBench, case: Mapping[str, Any]) -> str:
@@ -322,13 +239,13 @@ def _mb(num_bytes: int | None) -> float | None:
 
 def _alone(
     bench: ThroughputBench, workload: str, stack: contextlib.ExitStack, **options: Any
-) -> Lane:
-    """The engine's runs of a workload. Raises what it fails with."""
-    way = Way(partial(engine, **options), repeats=WAYS["engine"].repeats)
-    lanes, failures = race(bench, {"engine": way}, partial(bench.jobs, workload), stack)
-    if failures:
-        raise RuntimeError(failures["engine"])
-    return lanes["engine"]
+) -> Lane | None:
+    """The engine's runs of a workload; None where there was no time. Raises what it fails with."""
+    race = Race(bench, workload, partial(bench.jobs, workload))
+    race.run({"engine": Way(partial(engine, **options), repeats=WAYS["engine"].repeats)}, stack)
+    if race.failures:
+        raise RuntimeError(race.failures["engine"])
+    return race.lanes.get("engine")
 
 
 def shared_prefix(bench: ThroughputBench) -> None:
@@ -337,11 +254,13 @@ def shared_prefix(bench: ThroughputBench) -> None:
     shared = _common(jobs)
     with contextlib.ExitStack() as stack:
         lane = _alone(bench, "shared-prefix", stack, prefix_cache=True)
-        found = _rates(lane, jobs)
+        if lane is None:
+            return
+        found = lane.rates(jobs)
     computed = sum(int(counts.sum()) for counts in lane.log.counts)
     # The last new token's own K/V are not needed.
     once = shared + sum(len(job.prompt) - shared + job.new_tokens - 1 for job in jobs)
-    case = _case("shared-prefix", jobs)
+    case = describe("shared-prefix", jobs)
     found |= {
         "shared_tokens": shared,
         "computed_tokens": computed,
@@ -378,7 +297,9 @@ def rollout(bench: ThroughputBench) -> None:
     everyone = sum(job.n for job in jobs)
     with contextlib.ExitStack() as stack:
         lane = _alone(bench, "rollout", stack, temperature=1, max_running=everyone)
-        found = _rates(lane, jobs)
+        if lane is None:
+            return
+        found = lane.rates(jobs)
     # A completion computes its prompt's last token anew, and its own last token not at all.
     apart = sum(job.n * pages_for(job.num_tokens - 1, PAGE_SIZE) for job in jobs)
     saved = sum((job.n - 1) * ((len(job.prompt) - 1) // PAGE_SIZE) for job in jobs)
@@ -388,7 +309,7 @@ def rollout(bench: ThroughputBench) -> None:
         "apart_pages": groups * apart,
         "peak_over_once": lane.log.pages_peak / (groups * (apart - saved)),
     }
-    case = _case("rollout", jobs)
+    case = describe("rollout", jobs)
     bench.report.add(section="rollout", **case, way="engine", **found)
     columns = ("way", "tokens/s", "pages at peak", "prompts once", "each its own", "peak/once")
     row = (
@@ -408,24 +329,23 @@ def rollout(bench: ThroughputBench) -> None:
 
 def squeezed(bench: ThroughputBench) -> None:
     """The uniform workload in a tenth of the pages, beside as many sequences in ample ones."""
-    jobs_of = partial(bench.jobs, "uniform")
-    jobs = jobs_of(0)
+    race = Race(bench, "squeezed", partial(bench.jobs, "uniform"))
+    jobs = race.jobs_of(0)
     pages = [pages_for(job.num_tokens - 1, PAGE_SIZE) for job in jobs]
     few = max(sum(pages) // SQUEEZE, *pages)
-    case = _case("squeezed", jobs) | {"pages": few, "needed_pages": sum(pages)}
+    case = describe("squeezed", jobs) | {"pages": few, "needed_pages": sum(pages)}
     repeats = WAYS["engine"].repeats
     with contextlib.ExitStack() as stack:
         first = {
             "ample": Way(engine, repeats=1),
             "squeezed": Way(partial(engine, max_pages=few), repeats),
         }
-        lanes, failures = race(bench, first, jobs_of, stack)
+        race.run(first, stack)
+        lanes = race.lanes
         if "squeezed" in lanes:
             running = max(1, round(lanes["squeezed"].log.mean_running))
-            limited = {"ample, as many": Way(partial(engine, max_running=running), repeats)}
-            more, more_failures = race(bench, limited, jobs_of, stack)
-            lanes, failures = lanes | more, failures | more_failures
-        found = {name: _rates(lane, jobs) for name, lane in lanes.items()}
+            race.run({"ample, as many": Way(partial(engine, max_running=running), repeats)}, stack)
+        found = {name: lane.rates(jobs) for name, lane in lanes.items()}
         base = found.get("ample, as many")
         rows: list[tuple[object, ...]] = []
         for name, lane in lanes.items():
@@ -438,9 +358,11 @@ def squeezed(bench: ThroughputBench) -> None:
             bench.report.add(section="squeezed", **case, way=name, **of_way)
             keys = ("tokens_per_s", "over_as_many", "mean_running", "preemptions", "pages_peak")
             rows.append((name, *(of_way.get(key) for key in (*keys, "same", "largest_gap"))))
-        for name, reason in failures.items():
+        for name, reason in race.failures.items():
             bench.report.add(section="squeezed", **case, way=name, failure=reason)
             rows.append((name, reason))
+    if not rows:  # there was no time
+        return
     columns = ("way", "tokens/s", "/as many", "running", "preemptions", "pages", "same outputs")
     title = f"{_title(bench, case)}; {few:,} of {sum(pages):,} pages"
     bench.console.print(table(title, (*columns, "largest gap"), rows))
@@ -528,4 +450,5 @@ SECTIONS: dict[str, Callable[[ThroughputBench], None]] = {
     "rollout": rollout,
     "squeezed": squeezed,
     "host": host,
+    "arrivals": arrivals,
 }

@@ -12,6 +12,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from pageforge.bench import workloads
 from pageforge.bench.harness import Budget
+from pageforge.bench.online import POISSON
 from pageforge.bench.report import Report
 from pageforge.bench.workloads import Job, Size
 
@@ -21,6 +22,12 @@ RUNNING = (256, 1024)
 """Sequences at a time whose planning is timed: the engine's default, and many."""
 
 HOST_STEPS = 64
+
+ARRIVALS = ("sharegpt-4", "azure-chat", "uniform", "arxiv", "azure-code")
+"""Workloads whose requests arrive one after the other."""
+
+LOADS = (25, 50, 75, 90, 110)
+"""At which rates: percent of what a way answers in a second when all are there at once."""
 
 
 @dataclass
@@ -37,9 +44,12 @@ class ThroughputBench:
     ways: Sequence[str] = ()
     """For the workloads in which ways are compared; by default as each has it."""
     repeats: int = MOST_REPEATS
-    """At most: slow ways have fewer."""
+    """At most, beside the first run: slow ways have fewer. With none the first one counts."""
     running: Sequence[int] = RUNNING
     host_steps: int = HOST_STEPS
+    arrivals: Sequence[str] = ARRIVALS
+    loads: Sequence[int] = LOADS
+    burstiness: float = POISSON
     read: float = math.nan
     flops: float = math.nan
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import bisect
 from collections import deque
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 import numpy as np
@@ -22,13 +22,13 @@ from pageforge.batch import to_device
 from pageforge.engine.draw import uniforms
 from pageforge.engine.logprobs import Logprobs, token_logprobs
 from pageforge.engine.outputs import FinishReason
-from pageforge.engine.runner import Runner, Step
-from pageforge.engine.sampler import Sampled, Sampler
+from pageforge.engine.runner import NO_TOKEN, Runner, Step
+from pageforge.engine.sampler import Sampler
 from pageforge.engine.scheduler import Admission, Limits, plan
 from pageforge.engine.sequence import Rows, Sequence
 from pageforge.engine.swap_space import SwapSpace
 from pageforge.errors import OutOfPages, PageForgeError
-from pageforge.geometry import pages_for
+from pageforge.geometry import ceil_div, pages_for
 from pageforge.graphs import bucket
 from pageforge.memory import PageTable
 from pageforge.memory.prefix import Prefix
@@ -36,8 +36,17 @@ from pageforge.pool import PagePool
 
 logger = logging.get_logger(__name__)
 
-NO_TOKEN = -1
-"""In the stop ids of a row, where it has fewer than others; as a token, of logits without sense."""
+GROWN_AHEAD = 4
+"""Tokens for which rows have pages beforehand where there are plenty. It takes the host as long to
+claim those of several steps as those of one."""
+
+MANY = 32
+"""Running sequences from which on some need a page in every step or two."""
+
+MAPPED_AHEAD = 2 * GROWN_AHEAD
+"""Tokens for whose pages there is memory before they are claimed."""
+
+NO_TOKENS = torch.empty(0, dtype=torch.int64)
 
 End = tuple[FinishReason, Any]
 """Why a sequence ends, and its cause: the stop id or string, or the exception."""
@@ -73,20 +82,21 @@ class Listener(Protocol):
 class Flight:
     """A step that was launched and not looked at yet: what it samples, and for whom.
 
-    `rows [R]`: the sampled ones, with their `epochs` when it was launched. `tokens [R]`: int64 on
-    the host, -1 where logits made no sense, complete once `done` has come.
+    `rows [R]`: the sampled ones, with their `epochs` when it was launched. `tokens [R or more]`:
+    int64 on the host, NO_TOKEN where logits made no sense, complete once `done` has come.
     """
 
     sequences: list[Sequence | None]  # of all rows then
-    scored: list[Sequence]  # those of which no token is wanted, and whose prompt ends here
     rows: npt.NDArray[np.int64]
     epochs: npt.NDArray[np.int64]
     tokens: Tensor
-    sampled: Sampled
-    logprobs: Logprobs | None  # of the rows that ask, on the host once it has landed
-    prompts: list[tuple[Sequence, int, Logprobs]]  # from a position on
-    kept: list[Any]  # what must live until it is done
     done: torch.cuda.Event | None
+    errors: dict[int, Exception] = field(default_factory=dict)  # of logits processors, by place
+    logprobs: Logprobs | None = None  # of the rows that ask, on the host once it has landed
+    logprob_places: npt.NDArray[np.int64] | None = None  # which of `rows` those are
+    prompts: list[tuple[Sequence, int, Logprobs]] = field(default_factory=list)  # from a position
+    scored: list[Sequence] = field(default_factory=list)  # of which no token is wanted: they end
+    kept: list[Any] = field(default_factory=list)  # what must live until it is done
 
     def at(self, place: int) -> tuple[Sequence, int]:
         """A sampled sequence, and its token."""
@@ -126,6 +136,7 @@ class Core:
         self._flights: deque[Flight] = deque()  # launched, the oldest first
         self._arrived: deque[tuple[Flight, int]] = deque()  # tokens that may mean something
         self._ending: deque[Ending] = deque()  # as those have said
+        self._copies: list[tuple[Tensor, torch.cuda.Event]] = []  # that are free for a flight
         self._kept: list[Any] = []
         self._parents: list[Sequence] = []
         self._has_windows = any(group.shape.window for group in pool.geometry.groups)
@@ -210,8 +221,9 @@ class Core:
     def _next_plan(self) -> npt.NDArray[np.int32]:
         """Who computes how many tokens, their pages being there: `[max_running]`."""
         while True:
-            most = min(self._limits.max_running, self._most_running)
-            limits = replace(self._limits, max_running=most)
+            limits = self._limits
+            if self._most_running < limits.max_running:
+                limits = replace(limits, max_running=self._most_running)
             found = plan(self.rows, self.waiting, limits, self._pages)
             for sequence in found.dropped:
                 self._release(sequence)
@@ -301,22 +313,25 @@ class Core:
         """Claim the pages that the step writes to. Raises OutOfPages."""
         rows, size = self.rows, self.pool.geometry.page_size
         lengths = rows.computed + counts
-        short = np.flatnonzero(lengths > rows.room).tolist()
-        if not short:
+        if not (lengths > rows.room).any():
             return
-        growing: dict[int, list[Sequence]] = {}
-        for row in short:
-            sequence = rows.at(row)
-            missing = pages_for(int(lengths[row]), size) * size - sequence.pages.length
-            growing.setdefault(missing, []).append(sequence)
+        is_many = rows.num_running >= MANY
+        if is_many and self.pool.num_available > 2 * rows.num_running:  # a page for all, and some
+            lengths = np.minimum(lengths + GROWN_AHEAD, np.maximum(lengths, rows.most_computed))
+        short = np.flatnonzero(lengths > rows.room)
         if self._has_windows:
-            self.pool.slide([rows.at(row).pages for row in short], rows.computed[short].tolist())
-        for missing, sequences in growing.items():
-            self.pool.append([sequence.pages for sequence in sequences], missing)
+            tables = [rows.at(row).pages for row in short.tolist()]
+            self.pool.slide(tables, rows.computed[short].tolist())
+        missing = -(-lengths[short] // size) * size - rows.room[short]
+        growing: dict[int, list[int]] = {}
+        for row, num_tokens in zip(short.tolist(), missing.tolist(), strict=True):
+            growing.setdefault(num_tokens, []).append(row)
+        for num_tokens, of_rows in growing.items():
+            sequences = [rows.at(row) for row in of_rows]
+            self.pool.append([sequence.pages for sequence in sequences], num_tokens)
+            rows.room[of_rows] += num_tokens
             for sequence in sequences:
-                length = sequence.pages.length
-                self._set_pages(sequence, (length - missing) // size)
-                rows.room[sequence.row] = length
+                self._set_pages(sequence, (sequence.pages.length - num_tokens) // size)
 
     def _set_pages(self, sequence: Sequence, first: int) -> None:
         """Tell the runner of a sequence's pages from logical page `first` on."""
@@ -328,8 +343,11 @@ class Core:
     def _publish_prompts(self, counts: npt.NDArray[np.int32]) -> None:
         """Let others find the pages that prompts fill in this step, for theirs come after it."""
         rows, size = self.rows, self.pool.geometry.page_size
+        in_prompt = rows.computed < rows.prompt
+        if not in_prompt.any():
+            return
         reached = rows.computed + counts
-        fills = (rows.computed < rows.prompt) & (reached // size > rows.computed // size)
+        fills = in_prompt & (reached // size > rows.computed // size)
         for row in np.flatnonzero(fills).tolist():
             self._publish(rows.at(row), int(reached[row]))
 
@@ -349,8 +367,9 @@ class Core:
             return None
         rows = self.rows
         try:
-            flight = self._sample(self.runner.launch(rows, counts, self._asking(counts)))
-            self.runner.keep_tokens(flight.rows, flight.sampled.tokens)
+            greedy = self._sampler.takes_best(np.flatnonzero(counts))
+            step = self.runner.launch(rows, counts, self._asking(counts), greedy=greedy)
+            flight = self._sample(step)
         except Exception as error:  # the model's, or the user's in it: the others go on
             everyone = [rows.at(row) for row in np.flatnonzero(counts).tolist()]
             logger.warning("engine: a step of %d sequences failed: %s", len(everyone), error)
@@ -363,6 +382,7 @@ class Core:
         ends = (counts > 0) & (rows.computed + counts == rows.most_computed)
         scores = ends & (rows.most_computed < rows.prompt)
         flight.scored += map(rows.at, np.flatnonzero(scores).tolist())
+        self.pool.map_ahead(ceil_div(MAPPED_AHEAD * rows.num_running, self.pool.geometry.page_size))
         rows.computed += counts
         rows.pending[flight.rows] += 1
         self._flights.append(flight)  # at once: from here on an interrupt does not lose it
@@ -385,47 +405,45 @@ class Core:
         return mask
 
     def _sample(self, step: Step) -> Flight:
+        """Choose a token for each of the step's rows; the next step finds it on the device."""
         rows, chosen = self.rows, step.rows
-        whole = len(chosen) == len(step.logits)
-        # Mostly these are the first rows, one after the other.
-        is_front = bool((step.places == np.arange(len(chosen))).all())
-        logits = step.logits
-        if not (is_front and whole):
-            device = logits.device
-            places = to_device(step.places, device)
-            logits = logits[: len(chosen)] if is_front else logits[places]
-        num_generated = (rows.length + rows.pending - rows.prompt)[chosen].astype(np.int64)
-        if self._sampler.draws(chosen):
-            drawn = uniforms(self._seeds[chosen], num_generated)
-            uniform = to_device(drawn, logits.device)
+        flight = Flight(rows.sequences.copy(), chosen, rows.epoch[chosen], NO_TOKENS, None)
+        if step.tokens is not None:
+            tokens = _lines(step.tokens, step.places)
         else:
-            uniform = torch.empty(0)
-        sampled = self._sampler.sample(logits, chosen, uniform, num_generated, self._generated)
-        tokens = sampled.tokens.masked_fill(sampled.bad, NO_TOKEN)
-        done = None
+            tokens = self._sample_from(step, flight)
         if tokens.is_cuda:
-            pinned = torch.empty(tokens.shape, dtype=tokens.dtype, pin_memory=True)
-            tokens = pinned.copy_(tokens, non_blocking=True)
-        prompts = [
-            (rows.at(row), first, self._prompt_logprobs(step.logits[start:stop], row, first))
+            flight.tokens, flight.done = self._copies.pop() if self._copies else self._new_copy()
+            flight.tokens[: len(tokens)].copy_(tokens, non_blocking=True)
+            flight.done.record()
+        else:
+            flight.tokens = tokens
+        flight.kept, self._kept = self._kept, []
+        return flight
+
+    def _new_copy(self) -> tuple[Tensor, torch.cuda.Event]:
+        """Where a step's tokens come to on the host, and the event after it."""
+        size = self._limits.max_running
+        return torch.empty(size, dtype=torch.int64, pin_memory=True), torch.cuda.Event()
+
+    def _sample_from(self, step: Step, flight: Flight) -> Tensor:
+        """The step's tokens, NO_TOKEN where logits make no sense; the rest to `flight`."""
+        rows, chosen, logits = self.rows, step.rows, step.logits
+        assert logits is not None
+        num_generated = (rows.length + rows.pending - rows.prompt)[chosen].astype(np.int64)
+        uniform = torch.empty(0)
+        if self._sampler.draws(chosen):
+            uniform = to_device(uniforms(self._seeds[chosen], num_generated), logits.device)
+        lines = _lines(logits, step.places)
+        sampled = self._sampler.sample(lines, chosen, uniform, num_generated, self._generated)
+        flight.errors = sampled.errors
+        flight.logprobs, flight.logprob_places = sampled.logprobs, sampled.logprob_indices
+        flight.prompts = [
+            (rows.at(row), first, self._prompt_logprobs(logits[start:stop], row, first))
             for row, first, start, stop in step.spans
         ]
-        if step.logits.is_cuda:
-            done = torch.cuda.Event()
-            done.record()
-        kept, self._kept = self._kept, []
-        return Flight(
-            rows.sequences.copy(),
-            [],
-            chosen,
-            rows.epoch[chosen],
-            tokens,
-            sampled,
-            sampled.logprobs,
-            prompts,
-            kept,
-            done,
-        )
+        self.runner.keep_tokens(chosen, sampled.tokens)
+        return sampled.tokens.masked_fill(sampled.bad, NO_TOKEN)
 
     def _prompt_logprobs(self, logits: Tensor, row: int, first: int) -> Logprobs:
         """Of the prompt tokens from position `first` on, given the logits before each."""
@@ -462,9 +480,12 @@ class Core:
         """Wait for the steps in flight, all but the last `in_flight`, and take their tokens."""
         self._take_arrived()  # those that an interrupt has left
         while len(self._flights) > in_flight:
-            self._wait_for(self._flights[0])
-            self._note_oldest()
+            flight = self._flights[0]
+            self._wait_for(flight)
+            self._note(flight)
             self._take_arrived()
+            if flight.done is not None:
+                self._copies.append((flight.tokens, flight.done))
 
     def _wait_for(self, flight: Flight) -> None:
         """Have what a step gives on the host. An interrupt while it waits loses nothing."""
@@ -476,10 +497,9 @@ class Core:
             if not sequence.is_finished:
                 self._listener.on_prompt_logprobs(sequence, first, logprobs.on_host())
 
-    def _note_oldest(self) -> None:
+    def _note(self, flight: Flight) -> None:
         """Make the oldest step's tokens known; all rows at once, however many there are."""
-        flight = self._flights[0]
-        tokens = flight.tokens.numpy()
+        tokens = flight.tokens.numpy()[: len(flight.rows)]
         is_current = self.rows.epoch[flight.rows] == flight.epochs
         rows, found = flight.rows[is_current], tokens[is_current]
         lengths = self.rows.length[rows]
@@ -530,7 +550,7 @@ class Core:
     def _look_at(self, sequence: Sequence, token: int, flight: Flight, place: int) -> End | None:
         """Whether a sequence ends with a new token."""
         if token == NO_TOKEN:
-            error = flight.sampled.errors.get(place)
+            error = flight.errors.get(place)
             if error is None:
                 self.pool.drop_prefix_cache()  # its K/V may make no sense either
             return "error", error or PageForgeError(NO_SENSE)
@@ -662,6 +682,14 @@ class _PoolPages:
 
     def reclaimable(self, table: PageTable) -> int:
         return self._pool.num_reclaimable(table)
+
+
+def _lines(values: Tensor, places: npt.NDArray[np.int64]) -> Tensor:
+    """`values[places]`, which mostly are the first ones, one after the other."""
+    count = len(places)
+    if not count or places[-1] == count - 1:  # they ascend
+        return values[:count]
+    return values[to_device(places, values.device)]
 
 
 def _by_rank(sequence: Sequence) -> int:

@@ -35,9 +35,10 @@ class LiveRequests:
     def on_token(self, sequence: Sequence, token: int, flight: Flight, place: int) -> End | None:
         """A token of a request that is watched; whether its completion ends with it."""
         request: Request = sequence.owner
-        logprobs, sampled = None, flight.sampled
+        logprobs = None
         if request.params.logprobs is not None:
-            index = int(np.searchsorted(sampled.logprob_indices, place))
+            assert flight.logprob_places is not None
+            index = int(np.searchsorted(flight.logprob_places, place))
             assert flight.logprobs is not None
             logprobs = _logprobs_of(flight.logprobs, index, token, request.params.logprobs)
         try:

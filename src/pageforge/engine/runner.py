@@ -7,7 +7,6 @@ what the last one gave.
 
 from __future__ import annotations
 
-import functools
 import inspect
 import time
 from collections import Counter
@@ -47,6 +46,10 @@ TRIED = (24, 9)
 """Tokens of the sequences that a model is tried on: more than a page, and less."""
 
 
+NO_TOKEN = -1
+"""What the host sees instead of a token where logits made no sense."""
+
+
 class StepShape(NamedTuple):
     """What a captured step has baked in: padded numbers of tokens, rows and logits."""
 
@@ -54,20 +57,48 @@ class StepShape(NamedTuple):
     rows: int
     logits: int
     decodes: bool  # token `t` is the one of row `t`
+    is_greedy: bool  # it gives the best tokens, and not the logits
 
 
 class Step(NamedTuple):
     """A step that was launched.
 
     `rows [R]`: those that know no more tokens after it, so that one is to be sampled for each, from
-    `logits[places]`. `spans`: of prompts whose logits are all asked for, each (row, position of the
-    first token that they are about, first of the logits, behind the last).
+    `logits[places]`, or is `tokens[places]`. `spans`: of prompts whose logits are all asked for,
+    each (row, position of the first token that they are about, first of the logits, behind the
+    last).
     """
 
     rows: npt.NDArray[np.int64]
     places: npt.NDArray[np.int64]
-    logits: Tensor  # [R or more, V]
+    logits: Tensor | None  # [R or more, V]
+    tokens: Tensor | None  # [R or more] int64, the best; NO_TOKEN where logits made no sense
     spans: list[tuple[int, int, int, int]]
+
+
+class _Loaded(NamedTuple):
+    """What a step reads on the device. Graphs read it where it lies.
+
+    `logit_places`: of the tokens whose logits are wanted; None for those of all. `changes`: for
+    each layer group places in its flat page table, and the page ids that belong there now.
+    """
+
+    inputs: PackedInputs
+    logit_places: Tensor | None
+    changes: list[tuple[Tensor, Tensor]]
+
+
+class _Again(NamedTuple):
+    """What the next step has to be to go on from what the device has counted up itself.
+
+    `counts`, `computed`: `[max_running]`, tokens that the rows compute in it and before it.
+    """
+
+    counts: npt.NDArray[np.int32]
+    computed: npt.NDArray[np.int32]
+    shape: StepShape
+    loaded: _Loaded
+    rows: npt.NDArray[np.int64]  # of Step, as last time
 
 
 class Runner:
@@ -107,20 +138,30 @@ class Runner:
         groups = pool.geometry.groups
         with torch.inference_mode(False):  # else they could only be written to in that mode
             self.last_tokens = torch.zeros(most_rows, dtype=torch.int64, device=self._device)
-            self._page_tables = [
-                torch.zeros(most_rows, width, dtype=torch.int32, device=self._device)
+            # A place more, to which changes go that are none.
+            self._flat_tables = [
+                torch.zeros(most_rows * width + 1, dtype=torch.int32, device=self._device)
                 for _ in groups
             ]
-            size = sum(_sizes(StepShape(most, most_rows, most, False), len(groups)))
+            self._page_tables = [flat[:-1].view(most_rows, width) for flat in self._flat_tables]
+            self._bounds = torch.arange(most_rows + 1, dtype=torch.int32, device=self._device)
+            shapes = (
+                StepShape(most, most_rows, most, False, False),
+                StepShape(most_rows, most_rows, most_rows, True, False),
+            )
+            size = max(sum(_sizes(shape, len(groups))) for shape in shapes)
             self._buffer = torch.zeros(size, dtype=torch.uint8, device=self._device)
             pinned = self._device.type == "cuda"
             self._host = [
                 torch.zeros(size, dtype=torch.uint8, pin_memory=pinned) for _ in range(BUFFERS)
             ]
         self.host_tables = [np.zeros((most_rows, width), np.int32) for _ in groups]
-        self._changed: list[list[tuple[int, int]]] = [[] for _ in groups]  # of the flat tables
+        self._changed: list[list[int]] = [[] for _ in groups]  # places in the flat tables
+        self._marks = -1 - np.arange(most_rows)  # of tokens that only the device may know yet
         self._turn = 0
-        self._inputs: dict[StepShape, tuple[PackedInputs, Tensor]] = {}
+        self._loaded: dict[StepShape, _Loaded] = {}
+        self._sent: tuple[Tensor, Tensor] | None = None  # the latest copy of a step's numbers
+        self._again: _Again | None = None
         self._graphs: dict[StepShape, CapturedStep | str] = {}
         self._times: Counter[StepShape] = Counter()
         self._memory: GraphMemory | None = None
@@ -152,7 +193,8 @@ class Runner:
             prefill = rows.wanted - 1
             self.launch(rows, prefill, None)
             rows.computed += prefill
-            together = self.launch(rows, rows.wanted, None).logits[: len(prompts)]
+            together = self.launch(rows, rows.wanted, None).logits
+            assert together is not None
             for row, prompt in enumerate(prompts):
                 tokens = torch.tensor([prompt], device=self._device)
                 alone = self._model(input_ids=tokens, use_cache=False).logits[0, -1]
@@ -179,21 +221,17 @@ class Runner:
         table = self.host_tables[group]
         table[row, first : first + len(page_ids)] = page_ids
         start = row * table.shape[1] + first
-        self._changed[group].append((start, start + len(page_ids)))
+        self._changed[group].extend(range(start, start + len(page_ids)))
 
     def _send_pages(self) -> None:
         """Bring the device's page tables up to date: one copy a group, however many rows grew."""
         for group, changed in enumerate(self._changed):
-            if not changed:
-                continue
-            host = self.host_tables[group].reshape(-1)
-            starts, stops = np.array(changed).T
-            counts = stops - starts
-            ends = np.cumsum(counts)
-            places = np.arange(ends[-1]) + np.repeat(starts - (ends - counts), counts)
-            both = to_device(np.stack([places, host[places]]), self._device)
-            self._page_tables[group].view(-1).index_copy_(0, both[0], both[1].int())
-            changed.clear()
+            if changed:
+                places = np.array(changed)
+                page_ids = self.host_tables[group].reshape(-1)[places]
+                both = to_device(np.stack([places, page_ids]), self._device)
+                self._flat_tables[group].index_copy_(0, both[0], both[1].int())
+                changed.clear()
 
     def move_row(self, source: int, target: int) -> None:
         """Row `target` takes over what row `source` has."""
@@ -206,27 +244,54 @@ class Runner:
     # --- steps ------------------------------------------------------------------------------
 
     def launch(
-        self, rows: Rows, counts: npt.NDArray[np.int32], asking: npt.NDArray[np.bool_] | None
+        self,
+        rows: Rows,
+        counts: npt.NDArray[np.int32],
+        asking: npt.NDArray[np.bool_] | None,
+        *,
+        greedy: bool = False,
     ) -> Step:
         """Run the next `counts[row]` tokens of each row.
 
-        `asking`: rows for whose prompts all logits are wanted, where there are such.
+        `asking`: rows for whose prompts all logits are wanted, where there are such. `greedy`: the
+        best tokens are all that is, and a step that only decodes may give them itself.
         """
-        self._send_pages()
-        end = int(np.flatnonzero(counts)[-1]) + 1
-        counts = counts[:end]
-        known = rows.length[:end] + rows.pending[:end]
-        chosen = np.flatnonzero((counts > 0) & (rows.computed[:end] + counts == known))
-        decodes = asking is None and int(counts.max()) == 1
-        spans: list[tuple[int, int, int, int]] = []
-        if decodes:
-            shape, arrays = self._decode_arrays(rows, counts)
-            places = chosen
-        else:
+        again, self._again = self._again, None
+        if asking is None and again is not None and self._goes_on(again, rows, counts, greedy):
+            step = self._run(again.shape, again.loaded, again.rows)
+            np.add(again.computed, counts, out=again.computed)
+            self._again = again
+            return step
+        end = int(counts.nonzero()[0][-1]) + 1
+        all_counts, counts = counts, counts[:end]
+        computed, length = rows.computed[:end], rows.length[:end]
+        chosen = np.flatnonzero((counts > 0) & (computed + counts == length + rows.pending[:end]))
+        if asking is not None or int(counts.max()) > 1:
+            self._send_pages()
             shape, arrays, places, spans = self._mixed_arrays(rows, counts, chosen, asking)
-        inputs, logit_places = self._load(shape, arrays)
-        inputs.max_query_len = 1 if decodes else int(counts.max())
-        return Step(chosen, places, self._run(shape, inputs, logit_places), spans)
+            loaded = self._load(shape, arrays)
+            loaded.inputs.max_query_len = int(counts.max())
+            return self._run(shape, loaded, chosen, places, spans)
+        known = np.flatnonzero((counts > 0) & (computed < length))
+        shape, arrays = self._decode_arrays(rows, counts, known, greedy)
+        loaded = self._load(shape, arrays)
+        step = self._run(shape, loaded, chosen)
+        for changed in self._changed:
+            changed.clear()
+        if not len(known) and len(chosen) == np.count_nonzero(counts):
+            self._again = _Again(all_counts, rows.computed + all_counts, shape, loaded, chosen)
+        return step
+
+    def _goes_on(
+        self, again: _Again, rows: Rows, counts: npt.NDArray[np.int32], greedy: bool
+    ) -> bool:
+        """Whether the same rows decode once more, in pages that they have."""
+        return (
+            greedy == again.shape.is_greedy
+            and not any(self._changed)
+            and np.array_equal(counts, again.counts)
+            and np.array_equal(rows.computed, again.computed)
+        )
 
     def keep_tokens(self, rows: npt.NDArray[np.int64], tokens: Tensor) -> None:
         """`tokens [R]` are the last ones of `rows`, for the next step to read on the device."""
@@ -236,26 +301,44 @@ class Runner:
             self.last_tokens.index_copy_(0, to_device(rows, self._device), tokens)
 
     def _decode_arrays(
-        self, rows: Rows, counts: npt.NDArray[np.int32]
+        self,
+        rows: Rows,
+        counts: npt.NDArray[np.int32],
+        known: npt.NDArray[np.int64],
+        greedy: bool,
     ) -> tuple[StepShape, list[npt.NDArray[Any]]]:
+        """(padded sizes, a step's numbers); changes of page tables are among them, if they fit.
+
+        `known`: rows whose token the host knows.
+        """
         end = len(counts)
         padded = min(self._rounded(end), len(rows)) if self._uses_graphs else end
-        shape = StepShape(padded, padded, padded, True)
-        active = counts > 0
         computed = rows.computed[:end]
-        numbers = np.arange(end)
-        tokens = np.zeros(padded, np.int64)
-        is_known = computed < rows.length[:end]
-        places = np.minimum(computed, rows.tokens.shape[1] - 1)
-        tokens[:end] = np.where(is_known, rows.tokens[numbers, places], -1 - numbers)
-        tokens[:end][~active] = 0
-        positions = np.zeros(padded, np.int64)
-        positions[:end] = np.where(active, computed, 0)
+        tokens, positions = np.zeros(padded, np.int64), np.zeros(padded, np.int64)
         lengths = np.zeros(padded, np.int32)
-        lengths[:end] = np.where(active, computed + 1, 0)
-        bounds = np.arange(padded + 1, dtype=np.int32)
-        arrays: list[npt.NDArray[Any]] = [tokens, positions, np.arange(padded), lengths, bounds]
-        return shape, arrays
+        tokens[:end] = self._marks[:end]
+        if len(known):
+            tokens[known] = rows.tokens[known, computed[known]]
+        positions[:end] = computed
+        np.add(computed, 1, out=lengths[:end])
+        idle = np.flatnonzero(counts == 0)
+        if len(idle):
+            tokens[idle], positions[idle], lengths[idle] = 0, 0, 0
+        if max(map(len, self._changed)) > padded:
+            self._send_pages()
+        places, page_ids = [], []
+        for table, flat, changed in zip(
+            self.host_tables, self._flat_tables, self._changed, strict=True
+        ):
+            at = np.full(padded, len(flat) - 1)
+            ids = np.zeros(padded, np.int32)
+            if changed:
+                at[: len(changed)] = changed
+                ids[: len(changed)] = table.reshape(-1)[changed]
+            places.append(at)
+            page_ids.append(ids)
+        shape = StepShape(padded, padded, padded, True, greedy)
+        return shape, [tokens, positions, *places, lengths, *page_ids]
 
     def _mixed_arrays(
         self,
@@ -297,17 +380,19 @@ class Runner:
                 count = min(int(counts[row]), int(rows.prompt[row]) - first)
                 spans.append((row, first, start, start + count))
         arrays = [tokens, positions, *slots, wanted, lengths, bounds]
-        shape = StepShape(total, end, len(wanted), False)
+        shape = StepShape(total, end, len(wanted), False, False)
         if self._uses_graphs and asking is None:
             # As many rows as there can be: those without queries cost hardly anything, and there
             # are fewer sizes to capture.
-            padded = StepShape(min(bucket(total), self._most), len(rows), len(rows), False)
+            sizes = min(bucket(total), self._most), len(rows), len(rows)
+            padded = StepShape(*sizes, False, False)
             arrays, shape = _padded(arrays, shape, padded), padded
         return shape, arrays, places, spans
 
     def _rounded(self, num_rows: int) -> int:
-        """Rows to capture a step of decoding for: where each takes a compilation, fewer sizes."""
-        return 1 << (num_rows - 1).bit_length() if self._compile else bucket(num_rows)
+        """Rows to capture a step of decoding for."""
+        # What is compiled for any number of rows is not for one: that is compiled otherwise.
+        return bucket(max(num_rows, 2) if self._compile else num_rows)
 
     @property
     def _uses_graphs(self) -> bool:
@@ -317,9 +402,7 @@ class Runner:
         """Whether it is a padded size; where all logits of a prompt are asked for it is none."""
         return self._uses_graphs and (shape.decodes or shape.logits == shape.rows)
 
-    def _load(
-        self, shape: StepShape, arrays: list[npt.NDArray[Any]]
-    ) -> tuple[PackedInputs, Tensor]:
+    def _load(self, shape: StepShape, arrays: list[npt.NDArray[Any]]) -> _Loaded:
         """Copy a step's numbers to the device, in one go; what reads them there."""
         host = self._host[self._turn]
         self._turn = (self._turn + 1) % BUFFERS
@@ -327,21 +410,31 @@ class Runner:
         for array, size in zip(arrays, _sizes(shape, len(self._page_tables)), strict=True):
             flat[start : start + size] = array.view(np.uint8)
             start += size
-        self._buffer[:start].copy_(host[:start], non_blocking=True)
+        self._sent = self._buffer[:start], host[:start]
+        self._send()
         if not self._may_capture(shape):  # it hardly ever comes again
             return self._views(shape)
-        if shape not in self._inputs:
-            self._inputs[shape] = self._views(shape)
-        return self._inputs[shape]
+        if shape not in self._loaded:
+            self._loaded[shape] = self._views(shape)
+        return self._loaded[shape]
 
-    def _views(self, shape: StepShape) -> tuple[PackedInputs, Tensor]:
+    def _views(self, shape: StepShape) -> _Loaded:
         views, start = [], 0
-        sizes = _sizes(shape, len(self._page_tables))
+        num_groups = len(self._page_tables)
+        sizes = _sizes(shape, num_groups)
+        num_longs = len(sizes) - (1 + num_groups if shape.decodes else 2)
         for number, size in enumerate(sizes):
-            dtype = torch.int32 if number >= len(sizes) - 2 else torch.int64
+            dtype = torch.int64 if number < num_longs else torch.int32
             views.append(self._buffer[start : start + size].view(dtype))
             start += size
-        tokens, positions, *slots, logit_places, seq_lens, bounds = views
+        tokens, positions, *rest = views
+        if shape.decodes:
+            places, (seq_lens, *page_ids) = rest[:num_groups], rest[num_groups:]
+            logit_places, slots, bounds = None, None, self._bounds[: shape.rows + 1]
+            changes = list(zip(places, page_ids, strict=True))
+        else:
+            *slots, logit_places, seq_lens, bounds = rest
+            changes = []
         inputs = PackedInputs(
             self._pool.geometry,
             self._layers,
@@ -350,48 +443,86 @@ class Runner:
             seq_lens,
             bounds,
             [table[: shape.rows] for table in self._page_tables],
-            None if shape.decodes else slots,
+            slots,
             1 if shape.decodes else shape.tokens,
         )
-        return inputs, logit_places
+        return _Loaded(inputs, logit_places, changes)
 
-    def _run(self, shape: StepShape, inputs: PackedInputs, logit_places: Tensor) -> Tensor:
+    def _send(self) -> None:
+        """Copy the latest step's numbers to the device (once more)."""
+        assert self._sent is not None
+        self._sent[0].copy_(self._sent[1], non_blocking=True)
+
+    def _run(
+        self,
+        shape: StepShape,
+        loaded: _Loaded,
+        rows: npt.NDArray[np.int64],
+        places: npt.NDArray[np.int64] | None = None,
+        spans: list[tuple[int, int, int, int]] | None = None,
+    ) -> Step:
+        """Run a step; `rows`, `places` (as `rows` by default) and `spans` of Step."""
         self._pool.use_stream(self._device)
-
-        def forward() -> Tensor:
-            return self._forward(inputs, None if shape.decodes else logit_places)
-
-        graph = self._graph(shape, inputs, forward)
+        graph = self._graph(shape, loaded)
         if graph is None:
-            return forward()
-        graph.replay()
-        self.num_replays += 1
-        logits: Tensor = graph.outputs
-        return logits
+            output = self._finish(shape, loaded, self._forward(loaded))
+        else:
+            graph.replay()
+            self.num_replays += 1
+            output = graph.outputs
+        logits, tokens = (None, output) if shape.is_greedy else (output, None)
+        return Step(rows, rows if places is None else places, logits, tokens, spans or [])
 
-    def _forward(self, inputs: PackedInputs, logit_places: Tensor | None) -> Tensor:  # [R, V]
-        arguments = self._arguments(inputs, logit_places)
-        cache = PackedCache(inputs)
+    def _finish(self, shape: StepShape, loaded: _Loaded, logits: Tensor) -> Tensor:
+        """What a step gives, and has to leave for the next one of the same rows."""
+        if not shape.decodes:
+            return logits
+        inputs = loaded.inputs
+        active = inputs.seq_lens > 0
+        inputs.positions += active
+        inputs.seq_lens += active
+        if not shape.is_greedy:
+            return logits
+        best, tokens = logits.max(-1)  # of equal ones the first; NaN beats all
+        last_tokens = self.last_tokens[: len(tokens)]
+        last_tokens.copy_(torch.where(active, tokens, last_tokens))
+        return tokens.masked_fill(~(best > -torch.inf), NO_TOKEN)
+
+    def _forward(self, loaded: _Loaded) -> Tensor:  # [R, V]
+        arguments = self._arguments(loaded)
+        cache = PackedCache(loaded.inputs)
         outputs = self._model(**arguments, **{self._cache_name: cache})
         cache.check_written()
         if cache.is_regular:
             self._windows = cache.windows
-        return self._logits(outputs, logit_places)
+        return self._logits(outputs, loaded.logit_places)
 
-    def _forward_compiled(self, inputs: PackedInputs) -> Tensor:  # [S, V]
+    def _forward_compiled(self, loaded: _Loaded) -> Tensor:  # [S, V]
         """The same through torch.compile, which traces no lazy K/V: attention gets the cache."""
         assert self._compiled is not None and self._windows is not None
-        arguments = self._arguments(inputs, None)
+        arguments = self._arguments(loaded)
+        inputs = loaded.inputs
         cache = PackedCache(inputs, self._windows)
-        for layer, window in self._windows.items():
-            inputs.plan(cache.group_of[layer], window)
+        plans = [
+            inputs.plan(cache.group_of[each], window) for each, window in self._windows.items()
+        ]
+        # Compiled once, for any number of rows.
+        for tensor in (inputs.seq_lens, inputs.cu_query_lens, *inputs.page_tables):
+            torch._dynamo.maybe_mark_dynamic(tensor, 0)
+        for plan in filter(None, plans):
+            torch._dynamo.maybe_mark_dynamic(plan.table, 0)
+        for name in ("input_ids", "position_ids"):
+            torch._dynamo.maybe_mark_dynamic(arguments[name], 1)
         with torch._dynamo.config.patch(recompile_limit=RECOMPILES):
             outputs = self._compiled(**arguments, **{self._cache_name: cache, STEP_ARGUMENT: cache})
         return self._logits(outputs, None)
 
-    def _arguments(self, inputs: PackedInputs, logit_places: Tensor | None) -> dict[str, Any]:
-        """What a forward is given, the cache apart."""
+    def _arguments(self, loaded: _Loaded) -> dict[str, Any]:
+        """What a forward is given, the cache apart. Page tables are as they should be then."""
+        inputs = loaded.inputs
         inputs.begin()
+        for flat, (places, page_ids) in zip(self._flat_tables, loaded.changes, strict=False):
+            flat.index_copy_(0, places, page_ids)
         tokens = inputs.tokens
         # Negative: the last token of a row, which only the device may know yet.
         tokens = torch.where(tokens < 0, self.last_tokens[(-1 - tokens).clamp(min=0)], tokens)
@@ -401,8 +532,8 @@ class Runner:
             "attention_mask": None,
             "use_cache": True,
         }
-        if logit_places is not None and self._takes_rows:
-            arguments["logits_to_keep"] = logit_places
+        if loaded.logit_places is not None and self._takes_rows:
+            arguments["logits_to_keep"] = loaded.logit_places
         return arguments
 
     def _logits(self, outputs: Any, logit_places: Tensor | None) -> Tensor:  # [R, V]
@@ -429,9 +560,7 @@ class Runner:
         self._times.clear()
         self._state = self._memory = self._compiled = None
 
-    def _graph(
-        self, shape: StepShape, inputs: PackedInputs, forward: Callable[[], Tensor]
-    ) -> CapturedStep | None:
+    def _graph(self, shape: StepShape, loaded: _Loaded) -> CapturedStep | None:
         """The captured step of this shape, captured now if it is worth while."""
         if not self._may_capture(shape):
             return None
@@ -440,7 +569,7 @@ class Runner:
             self._times[shape] += 1
             if not shape.decodes and self._times[shape] < WORTHWHILE:
                 return None
-            graph = self._graphs[shape] = self._capture(shape, inputs, forward)
+            graph = self._graphs[shape] = self._capture(shape, loaded)
         if isinstance(graph, str):
             if not self.eager_steps[graph]:
                 logger.warning("engine: steps run eagerly: %s", graph)
@@ -448,26 +577,25 @@ class Runner:
             return None
         return graph
 
-    def _capture(
-        self, shape: StepShape, inputs: PackedInputs, forward: Callable[[], Tensor]
-    ) -> CapturedStep | str:
+    def _capture(self, shape: StepShape, loaded: _Loaded) -> CapturedStep | str:
         """A captured step, or why there can be none.
 
-        What it runs meanwhile does no harm: the same tokens are written to the same places.
+        What it runs meanwhile does no harm: what it counts up is set back.
         """
         if not self._allow_hooks and (reason := hooks_on(self._model)) is not None:
             return reason
         if self._memory is None:
             stream = torch.cuda.Stream(self._device)
             self._memory = GraphMemory(torch.cuda.graph_pool_handle(), stream)
-        state = ModelState(self._model)
-        before = inputs.max_query_len
+        state, inputs = ModelState(self._model), loaded.inputs
+        before, last_tokens = inputs.max_query_len, self.last_tokens.clone()
         inputs.max_query_len = 1 if shape.decodes else shape.tokens
         began = time.perf_counter()
         try:
+            forward: Callable[[_Loaded], Tensor] = self._forward
             if self._compile and shape.decodes:
-                forward = self._compiled_step(inputs, forward)
-            step = CapturedStep(forward, self._memory)
+                forward = self._compiled_forward(loaded)
+            step = CapturedStep(lambda: self._finish(shape, loaded, forward(loaded)), self._memory)
         except torch.cuda.OutOfMemoryError:
             return "there is not enough memory to capture a step"
         except Exception as error:  # whatever a model does that a graph cannot repeat
@@ -475,6 +603,8 @@ class Runner:
             return f"a step cannot be captured: {error}"
         finally:
             inputs.max_query_len = before
+            self._send()
+            self.last_tokens.copy_(last_tokens)
         if (change := state.change()) is not None:
             return f"{change} in each forward"
         self._state = self._state or state
@@ -482,17 +612,15 @@ class Runner:
         self.capture_seconds += time.perf_counter() - began
         return step
 
-    def _compiled_step(
-        self, inputs: PackedInputs, forward: Callable[[], Tensor]
-    ) -> Callable[[], Tensor]:
-        """`forward` compiled, the windows of its layers being known from an eager run."""
+    def _compiled_forward(self, loaded: _Loaded) -> Callable[[_Loaded], Tensor]:
+        """`_forward` compiled, the windows of its layers being known from an eager run."""
         if self._windows is None:
-            forward()
+            self._forward(loaded)
         if self._windows is None:
             raise UnsupportedModel("compile: expected each layer to attend to its own K/V")
         if self._compiled is None:
-            self._compiled = torch.compile(self._model.forward, dynamic=False)
-        return functools.partial(self._forward_compiled, inputs)
+            self._compiled = torch.compile(self._model.forward)
+        return self._forward_compiled
 
 
 def _padded(
@@ -513,9 +641,14 @@ def _padded(
 
 def _sizes(shape: StepShape, num_groups: int) -> list[int]:
     """Bytes of each part of a step's numbers, in their order; those of 8 bytes each first."""
-    slots = [] if shape.decodes else [8 * shape.tokens] * num_groups
-    longs = [8 * shape.tokens, 8 * shape.tokens, *slots, 8 * shape.logits]
-    return [*longs, 4 * shape.rows, 4 * (shape.rows + 1)]
+    if shape.decodes:
+        changes = [shape.rows] * num_groups
+        longs, ints = [shape.tokens, shape.tokens, *changes], [shape.rows, *changes]
+    else:
+        slots = [shape.tokens] * num_groups
+        longs = [shape.tokens, shape.tokens, *slots, shape.logits]
+        ints = [shape.rows, shape.rows + 1]
+    return [8 * count for count in longs] + [4 * count for count in ints]
 
 
 def check_model(model: PreTrainedModel) -> None:

@@ -85,6 +85,7 @@ class Sampler:
         self._extras = [NO_EXTRAS] * max_rows
         self._counts = TokenCounts(vocab_size, device)
         self._plan: _Plan | None = None  # of the latest batch
+        self._particular: set[int] = set()  # rows that ask for more than the best token
 
     # --- rows -------------------------------------------------------------------------------
 
@@ -121,6 +122,8 @@ class Sampler:
             slot = self._counts.claim(prompt, np.array(output_tokens, np.int64))
         self.clear_row(row)
         self._extras[row] = _RowExtras.of(params, eos_ids, self.vocab_size)
+        if not (params.is_greedy and _leaves_logits(params) and params.logprobs is None):
+            self._particular.add(row)
         self._rows[row] = (
             0.0 if params.is_greedy else min(params.temperature, FLOAT32_MAX),
             params.top_p,
@@ -146,13 +149,20 @@ class Sampler:
         """The sequence of row `source` takes row `target`, which must be free."""
         self._rows[target] = self._rows[source]
         self._extras[target] = self._extras[source]
+        if source in self._particular:
+            self._particular.add(target)
         self._forget(source)
 
     def _forget(self, row: int) -> None:
         self._rows[row] = np.zeros((), ROW)
         self._rows["slot"][row] = NO_SLOT
         self._extras[row] = NO_EXTRAS
+        self._particular.discard(row)
         self._plan = None
+
+    def takes_best(self, rows: Rows) -> bool:
+        """Whether `sample` would take the best token of each of `rows`, and give nothing else."""
+        return not self._particular or self._particular.isdisjoint(rows.tolist())
 
     def draws(self, rows: Rows) -> bool:
         """Whether `sample` reads `uniform`."""
@@ -347,6 +357,12 @@ class Sampler:
 
     def _to_device(self, values: npt.NDArray[np.generic]) -> Tensor:
         return to_device(values, self.device)
+
+
+def _leaves_logits(params: SamplingParams) -> bool:
+    """Whether the logits stay as the model gave them."""
+    changes = params.has_penalties or params.logit_bias or params.needs_host or params.min_tokens
+    return not changes
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Protocol
 
@@ -80,6 +81,8 @@ class CacheState:
         self._fitting: dict[int, tuple[object, ...]] = {}
         self._latest: int | None = None  # the layer updated last in this forward
         self._is_ahead = False  # whether the rows have room for one token more than they hold
+        # Told (layer, start, stop) of new tokens; of a captured step's those of the last layer.
+        self.watchers: list[Callable[[int, int, int], None]] = []
 
     # --- reading and writing ----------------------------------------------------------------
 
@@ -110,8 +113,10 @@ class CacheState:
             self.pending = tokens
         else:
             tokens.write()
-        self.lengths[layer] = length
+        start, self.lengths[layer] = self.length_of(layer), length
         self._latest = layer
+        for told in self.watchers:
+            told(layer, start, length)
 
     def write_pending(self) -> None:
         """See to it that every token is in its page."""
@@ -173,6 +178,9 @@ class CacheState:
         self.lengths = {layer: length + 1 for layer, length in self.lengths.items()}
         self._is_ahead = False
         self.begin_forward()
+        for told in self.watchers:
+            last = max(self.lengths)
+            told(last, self.lengths[last] - 1, self.lengths[last])
 
     def reach_ahead(self) -> None:
         """Make room for the token after the next one, while the device is busy."""
@@ -294,6 +302,7 @@ class CacheState:
         child.batch = None if self.batch is None else self.batch.fork()
         child.lengths = dict(self.lengths)
         child._fitting = {}
+        child.watchers = []
         child.begin_forward()
         child.num_gathers = 0
         child._has_warned = False

@@ -21,6 +21,7 @@ from transformers.masking_utils import (
 )
 
 from pageforge.errors import ShapeError, expected, listed
+from pageforge.geometry import first_visible
 from pageforge.hf.cache_state import CacheState
 from pageforge.hf.lazy import LazyTensor
 from pageforge.hf.padding import left_padding
@@ -127,7 +128,7 @@ def _judge(
     mask.state = state
     mask.refusal, mask.window = _pattern(mask_function, mask._arguments.get("local_size"))
     first, stop = mask.span
-    oldest = 0 if mask.window is None else max(0, first_query - mask.window + 1)
+    oldest = first_visible(first_query, mask.window)
     if mask.refusal is None and (stop != length or first > oldest):
         mask.refusal = "the mask is made for other tokens than attention needs"
     shown = mask._arguments["attention_mask"]

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import CacheLayerMixin
 
+from pageforge.geometry import first_visible
 from pageforge.hf.cache_state import CacheState
 from pageforge.hf.new_tokens import NewTokens, lazy_kv
 
@@ -47,7 +48,7 @@ class PagedLayer(CacheLayerMixin):
         """
         state = self._state
         step, pages = state.claim(self.index, key_states, value_states)
-        oldest = 0 if self.window is None else max(0, step.start - self.window + 1)
+        oldest = first_visible(step.start, self.window)
         tokens = NewTokens(state, self.index, oldest, step, key_states, value_states, pages)
         lazily = state.attended_length == step.stop
         later = lazily and step.stop - step.start == 1
@@ -85,7 +86,7 @@ class PagedLayer(CacheLayerMixin):
         """(number of K/V that the next update returns, position of the first)."""
         self._state.begin_forward()
         length = self.get_seq_length()
-        offset = 0 if self.window is None else max(0, length - self.window + 1)
+        offset = first_visible(length, self.window)
         if torch.compiler.is_compiling():  # torch.compile knows plain numbers only
             return length - offset + query_length, offset
         kv_length = KVLength(length - offset + query_length)
@@ -123,5 +124,5 @@ class PagedLayer(CacheLayerMixin):
         length = self.get_seq_length()
         if not length:
             return None, None
-        oldest = 0 if self.window is None else max(0, length - self.window + 1)
+        oldest = first_visible(length, self.window)
         return self._state.gather(self.index, oldest, length)

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from itertools import islice
 from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 from pageforge.errors import CropError, GeometryError, PageError, UseAfterFree, expected
-from pageforge.geometry import pages_for
+from pageforge.geometry import first_visible, pages_for
 from pageforge.memory.allocator import PageAllocator
 
 
@@ -110,7 +110,7 @@ class PageTable:
 
     def slots(self, start: int, stop: int, group: int = 0) -> npt.NDArray[np.int64]:
         """The slots of positions `start` to `stop - 1`, `[stop - start]`; -1 where absent."""
-        self._check_live()
+        self.check_live()
         if not 0 <= start <= stop <= self.length:
             raise PageError(
                 expected(
@@ -136,7 +136,7 @@ class PageTable:
 
     def needed(self, num_tokens: int) -> list[int]:
         """Fresh pages that `append(num_tokens)` would claim, for each group."""
-        self._check_live()
+        self.check_live()
         return pages_needed([self], num_tokens)
 
     # --- changes ----------------------------------------------------------------------------
@@ -146,28 +146,11 @@ class PageTable:
 
         Raises OutOfPages for the first layer group that falls short, and then nothing has changed.
         """
-        self._check_live()
         needed = self.needed(num_tokens)
-        length = self.length + num_tokens
-        if not any(needed):  # most tokens
-            self.length = length
-            return []
         supplies = [a.plan(count) for a, count in zip(self._allocators, needed, strict=True)]
         for allocator, supply in zip(self._allocators, supplies, strict=True):
             allocator.prepare(supply)
-        copies = []
-        for group, allocator in enumerate(self._allocators):
-            pages = self._pages[group]
-            (grow,) = _missing([self], group, num_tokens)
-            fresh = allocator.allocate(needed[group])
-            if needed[group] > grow:
-                source, target = pages[-1], fresh.pop()
-                copies.append(PageCopy(group, source, target))
-                pages[-1] = target
-                allocator.release([source])
-            pages.extend(fresh)
-        self.length = length
-        return copies
+        return append_all([self], num_tokens, needed)
 
     def adopt(self, pages: Sequence[Sequence[int]], num_tokens: int) -> None:
         """Take shared pages (`pages[group]`) as the contents of an empty table.
@@ -176,7 +159,7 @@ class PageTable:
         `start` or the group's window makes the first ones needless. Raises PageError, and then
         nothing has changed.
         """
-        self._check_live()
+        self.check_live()
         total = pages_for(num_tokens, self.page_size)
         if self.length or num_tokens < 0 or len(pages) != len(self._pages):
             raise PageError(
@@ -185,7 +168,7 @@ class PageTable:
                 f"{len(pages)} lists; adopt first, append after"
             )
         for window, ids in zip(self.windows, pages, strict=True):
-            oldest = self.start if window is None else max(self.start, num_tokens - window + 1)
+            oldest = max(self.start, first_visible(num_tokens, window))
             least = total - oldest // self.page_size if num_tokens > self.start else 0
             if not least <= len(ids) <= total:
                 raise PageError(
@@ -196,15 +179,16 @@ class PageTable:
         for allocator, ids in zip(self._allocators, pages, strict=True):
             allocator.check_share(ids)
         for group, (allocator, ids) in enumerate(zip(self._allocators, pages, strict=True)):
-            allocator.share(ids)
-            self._pages[group] = list(ids)
-            if ids or num_tokens > self.start:
-                self._first[group] = total - len(ids)
+            kept = ids[max(0, len(ids) - total + self._first[group]) :]  # none of padding alone
+            allocator.share(kept)
+            self._pages[group] = list(kept)
+            if kept or num_tokens > self.start:
+                self._first[group] = total - len(kept)
         self.length = num_tokens
 
     def fork(self) -> PageTable:
         """A second table over the same tokens: every page is shared."""
-        self._check_live()
+        self.check_live()
         child = PageTable(
             self._allocators,
             self.page_size,
@@ -221,7 +205,7 @@ class PageTable:
 
     def check_crop(self, length: int) -> None:
         """Raise CropError where `crop(length)` would; otherwise do nothing."""
-        self._check_live()
+        self.check_live()
         if not 0 <= length <= self.length:
             raise CropError(
                 expected("length", f"from 0 to {self.length}", length, "crop only shortens")
@@ -229,11 +213,11 @@ class PageTable:
         if length <= self.start:
             return
         for group, window in enumerate(self.windows):
-            gone = self._first[group] * self.page_size
-            if window is not None and gone > max(self.start, length - window + 1):
+            gone, oldest = self._first[group] * self.page_size, first_visible(length, window)
+            if gone > max(self.start, oldest):
                 raise CropError(
                     f"crop to {length} tokens: the window of {window} needs tokens from "
-                    f"{max(0, length - window + 1)} on, but those before {gone} are gone; raise "
+                    f"{oldest} on, but those before {gone} are gone; raise "
                     f"the roll-back margin (now {self.rollback} tokens) or keep a fork"
                 )
 
@@ -258,14 +242,14 @@ class PageTable:
         `length`: tokens that are there, where room was made for more of them ahead.
         Returns the logical pages among which they were, or None if there were none.
         """
-        self._check_live()
+        self.check_live()
         length = self.length if length is None else length
         gone: list[int] = []
         for group, window in enumerate(self.windows):
             if window is None:
                 continue
             first, pages = self._first[group], self._pages[group]
-            oldest = length - self.rollback - window + 1
+            oldest = first_visible(length - self.rollback, window)
             leave = min(oldest // self.page_size - first, len(pages))
             if leave > 0:
                 self._allocators[group].release(pages[:leave][::-1])
@@ -285,7 +269,8 @@ class PageTable:
 
     # --- inside -----------------------------------------------------------------------------
 
-    def _check_live(self) -> None:
+    def check_live(self) -> None:
+        """Raise UseAfterFree if `release` was called."""
         if self._released:
             raise UseAfterFree(
                 "page table: it was released; make a new one, or fork before releasing"
@@ -293,55 +278,66 @@ class PageTable:
 
 
 def pages_needed(tables: Sequence[PageTable], num_tokens: int) -> list[int]:
-    """Fresh pages for each group when every table in `tables` appends `num_tokens` tokens.
-
-    Of the holders of a shared last page each copies it but the last one left, who writes in place;
-    a published page is never written again.
-    """
+    """Fresh pages for each group when every table in `tables` appends `num_tokens` tokens."""
     if not tables:
         return []
     for table in tables:
-        table._check_live()
+        table.check_live()
     if num_tokens < 0:
         raise PageError(expected("num_tokens", "at least 0", num_tokens, "use crop to shorten"))
-    needed = []
-    for group, allocator in enumerate(tables[0]._allocators):
-        total = sum(_missing(tables, group, num_tokens))
-        # The partly filled last pages, which the next tokens are written to.
-        written = [
-            table._pages[group][-1]
-            for table in tables
-            if num_tokens and table.length % table.page_size and table._pages[group]
-        ]
-        shared = [page for page in written if allocator.is_shared(page)]
-        for page, times in Counter(shared).items():
-            total += _copies(allocator, page, times)
-        needed.append(total)
-    return needed
+    return [
+        sum(_missing(tables, group, num_tokens)) + len(_copying(tables, group, num_tokens))
+        for group in range(len(tables[0]._allocators))
+    ]
 
 
 def append_all(
-    tables: Sequence[PageTable], num_tokens: int, needed: Sequence[int]
+    tables: Sequence[PageTable],
+    num_tokens: int,
+    needed: Sequence[int],
+    copy: Callable[[list[PageCopy]], None] = lambda copies: None,
 ) -> list[PageCopy]:
     """`append(num_tokens)` on each table, `needed` pages of each group being prepared.
 
-    Returns the page copies to make before writing. Rows of a batch mostly grow alike, in step: it
-    is worth while that one allocation serves them all.
+    `copy` makes the page copies, before any table names a copy; where it raises, no table has
+    changed. Returns the copies, for callers without a `copy` to make before they write.
     """
-    missing = [
-        _missing(tables, group, num_tokens) if count else [] for group, count in enumerate(needed)
+    if not any(needed):  # most tokens
+        for table in tables:
+            table.length += num_tokens
+        return []
+    allocators = tables[0]._allocators
+    grown = [_missing(tables, group, num_tokens) for group in range(len(allocators))]
+    copying = [
+        _copying(tables, group, num_tokens) if count > sum(grown[group]) else []
+        for group, count in enumerate(needed)
     ]
-    if list(map(sum, missing)) != list(needed):  # some of the pages are copies
-        return [copy for table in tables for copy in table.append(num_tokens)]
-    for group, counts in enumerate(missing):
-        fresh = tables[0]._allocators[group].allocate(needed[group]) if counts else []
-        start = 0
-        for table, count in zip(tables, counts, strict=False):
-            table._pages[group] += fresh[start : start + count]
-            start += count
+    fresh: list[list[int]] = []
+    try:
+        for allocator, count in zip(allocators, needed, strict=True):
+            fresh.append(allocator.allocate(count))
+        copies = [
+            PageCopy(group, table._pages[group][-1], target)
+            for group, pages in enumerate(fresh)
+            for table, target in zip(copying[group], pages, strict=False)
+        ]
+        if copies:
+            copy(copies)
+    except BaseException:
+        for allocator, pages in zip(allocators, fresh, strict=False):
+            allocator.release(pages[::-1])
+        raise
+    for group, pages in enumerate(fresh):
+        rest = iter(pages)
+        for table in copying[group]:
+            table._pages[group][-1] = next(rest)
+        for table, count in zip(tables, grown[group], strict=True):
+            table._pages[group] += islice(rest, count)
     for table in tables:
         table.length += num_tokens
-    return []
+    for group, source, _ in copies:
+        allocators[group].release([source])
+    return copies
 
 
 def _missing(tables: Sequence[PageTable], group: int, num_tokens: int) -> list[int]:
@@ -355,7 +351,21 @@ def _missing(tables: Sequence[PageTable], group: int, num_tokens: int) -> list[i
     ]
 
 
-def _copies(allocator: PageAllocator, page: int, writers: int) -> int:
-    """Copies to be made of `page` when `writers` of its holders are about to write to it."""
-    in_place = writers == allocator.count(page) and not allocator.is_published(page)
-    return writers - 1 if in_place else writers
+def _copying(tables: Sequence[PageTable], group: int, num_tokens: int) -> list[PageTable]:
+    """Those that must copy their partly filled last page in `group` before they write to it.
+
+    Of the holders of a shared page each copies it but the last one left, who writes in place; a
+    published page is never written again.
+    """
+    allocator = tables[0]._allocators[group]
+    copying: list[PageTable] = []
+    holders: dict[int, int] = {}  # shared page -> those who have not copied it
+    for table in tables:
+        if not (num_tokens and table.length % table.page_size and table._pages[group]):
+            continue
+        page = table._pages[group][-1]
+        left = holders.setdefault(page, allocator.count(page))
+        if left > 1 or allocator.is_published(page):
+            holders[page] = left - 1
+            copying.append(table)
+    return copying

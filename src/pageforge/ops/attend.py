@@ -84,7 +84,7 @@ def attend(
         max_query_len,
         False,
         batch_invariant,
-        *_parts(plan),
+        None if plan is None else plan.table,  # without one the op makes it itself
         *options,
     )
     return out
@@ -121,7 +121,7 @@ def attend_with_lse(
         max_query_len,
         True,
         batch_invariant,
-        *_parts(None),
+        None,
         *options,
     )
     return out, lse
@@ -156,7 +156,8 @@ def write_and_attend(
     caller may leave out who has made sure of it all, it may write anywhere.
     """
     options = Options(scale, window, softcap, sinks, alibi_slopes, starts)
-    if check:
+    is_compiling = torch.compiler.is_compiling()
+    if check and not is_compiling:  # compiled in, checks would tie what is compiled to its sizes
         _check(query, key_pages, value_pages, page_table, seq_lens, options)
         _check_new(query, key, value, key_pages, value_pages, seq_lens.shape[0])
         if plan is not None:
@@ -170,10 +171,10 @@ def write_and_attend(
         page_table,
         seq_lens,
         batch_invariant,
-        *_parts(plan),
+        None if plan is None else plan.table,  # without one the op makes it itself
         *options,
     )
-    if type(query) is not Tensor or torch.compiler.is_compiling():
+    if type(query) is not Tensor or is_compiling:
         return _write_and_attend(*arguments)
     # Without torch's dispatcher, which takes the host as long as the kernel takes the device.
     on_cuda = query.is_cuda and kernels.AVAILABLE
@@ -214,11 +215,6 @@ def may_have_single_queries(num_tokens: int, num_rows: int, max_query_len: int) 
 def plans(key_pages: Tensor) -> bool:
     """Whether decode steps over these pages are planned: on CUDA, by a kernel."""
     return key_pages.is_cuda and kernels.AVAILABLE
-
-
-def _parts(plan: DecodePlan | None) -> tuple[Tensor | None, int]:
-    """What the ops take of a plan; without one they make it themselves."""
-    return (None, 0) if plan is None else (plan.table, plan.max_pieces)
 
 
 def _check(
@@ -388,7 +384,6 @@ def _attend_cpu(
     return_lse: bool,
     batch_invariant: bool,
     plan_table: Tensor | None,
-    max_pieces: int,
     *options: Any,
 ) -> tuple[Tensor, Tensor]:
     args = query, key_pages, value_pages, page_table, seq_lens, cu_query_lens
@@ -410,7 +405,6 @@ def _attend_cuda(
     return_lse: bool,
     batch_invariant: bool,
     plan_table: Tensor | None,
-    max_pieces: int,
     *options: Any,
 ) -> tuple[Tensor, Tensor]:
     meaning = Options(*options)
@@ -439,7 +433,7 @@ def _attend_cuda(
         )
     if singles:
         if plan_table is None:
-            plan_table, max_pieces, *_ = _plan(
+            plan_table = _plan(
                 seq_lens,
                 page_table,
                 key_pages,
@@ -447,14 +441,14 @@ def _attend_cuda(
                 meaning.starts,
                 cu_query_lens,
                 batch_invariant,
-            )
+            ).table
         attend_decode(
             query,
             key_pages,
             value_pages,
             page_table,
             plan_table,
-            max_pieces,
+            plan.max_pieces_of(plan_table, num_rows, key_pages.shape[1]),
             out,
             scale=meaning.scale,
             softcap=meaning.softcap,
@@ -496,7 +490,6 @@ def _write_and_attend_cpu(
     seq_lens: Tensor,
     batch_invariant: bool,
     plan_table: Tensor | None,
-    max_pieces: int,
     *options: Any,
 ) -> Tensor:
     args = query, key, value, key_pages, value_pages, page_table, seq_lens
@@ -513,22 +506,21 @@ def _write_and_attend_cuda(
     seq_lens: Tensor,
     batch_invariant: bool,
     plan_table: Tensor | None,
-    max_pieces: int,
     *options: Any,
 ) -> Tensor:
     scale, window, softcap, sinks, alibi_slopes, starts = options
     out = query.new_empty(query.shape[0], query.shape[1], value_pages.shape[3])
     if plan_table is None:
-        plan_table, max_pieces, *_ = _plan(
+        plan_table = _plan(
             seq_lens, page_table, key_pages, window, starts, None, batch_invariant
-        )
+        ).table
     attend_decode(
         query,
         key_pages,
         value_pages,
         page_table,
         plan_table,
-        max_pieces,
+        plan.max_pieces_of(plan_table, query.shape[0], key_pages.shape[1]),
         out,
         scale=scale,
         softcap=softcap,
@@ -576,7 +568,7 @@ def _plan(
 
 
 # A plan holds counters that the kernels count up.
-_PLAN = "bool batch_invariant, Tensor(p!)? plan_table, int max_pieces"
+_PLAN = "bool batch_invariant, Tensor(p!)? plan_table"
 _OPTIONS = (
     "float scale, int? window, float? softcap, Tensor? sinks, Tensor? alibi_slopes, Tensor? starts"
 )

@@ -146,7 +146,7 @@ def launch_copy_pages(pages: Tensor, source: Tensor, target: Tensor) -> None:
     try:
         ids = ids_on_device(torch.stack((source, target)), pages.device)
     except torch.OutOfMemoryError:
-        # The tables name the targets already: the copy must be made with what memory there is.
+        # It needs no memory to be made page by page, only more launches.
         reference.copy_pages(pages, source, target)
         return
     launch_copy(pages, pages, ids[0], ids[1], len(source))

@@ -159,6 +159,11 @@ class Planner:
         return DecodePlan(self.table, self.max_pieces, purpose, self.starts, self.cu_query_lens)
 
 
+def max_pieces_of(table: Tensor, num_rows: int, num_kv_heads: int) -> int:
+    """`DecodePlan.max_pieces` of the plan in `table`, by its size."""
+    return (len(table) - HEADER - num_rows - 1 - num_rows * num_kv_heads) // RUN
+
+
 def _max_pieces(
     max_seq_len: int, num_rows: int, slots: int, tile: int, invariant_pieces: int | None
 ) -> int:

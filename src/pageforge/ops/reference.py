@@ -111,7 +111,7 @@ def copy_pages(
     """`pages[target] = pages[source]`: copy-on-write, for all layers at once.
 
     No page is both a source and a target: what is copied is held, what it is copied to was free.
-    Page by page: a temporary tensor might find no memory, and the tables have changed already.
+    Page by page: a temporary tensor might find no memory.
     """
     for old, new in zip(source.tolist(), target.tolist(), strict=True):
         pages[new].copy_(pages[old])

@@ -30,10 +30,16 @@ class Store(Protocol):
         """All of it, 1-D. Only mapped parts may be touched."""
 
     def map(self, start: int, stop: int) -> None:
-        """Put memory behind bytes `start` to `stop - 1`, or raise DeviceMemoryError."""
+        """Put memory behind bytes `start` to `stop - 1`, or raise DeviceMemoryError.
+
+        What is mapped already stays.
+        """
 
     def unmap(self, ranges: list[tuple[int, int]]) -> None:
-        """Give the memory of mapped ranges back; what lay there is lost."""
+        """Give the memory of mapped ranges back; what lay there is lost.
+
+        Ranges that are not mapped are left alone, so that a call that failed can be made again.
+        """
 
     def bytes_mapped(self, high_water: int) -> int:
         """Bytes that the system has given, as it says; none were mapped past `high_water`."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -33,12 +33,12 @@ def supported(device: torch.device) -> bool:
 
 @dataclass(eq=False)
 class _Piece:
-    """Physical memory behind a run of granules; several chunks may touch it."""
+    """Physical memory behind a run of granules; several `chunks` (start, stop) may touch it."""
 
     first: int
     last: int
     handle: Any
-    chunks: int = 0
+    chunks: set[tuple[int, int]] = field(default_factory=set)
 
 
 class VirtualMemoryStore:
@@ -89,15 +89,16 @@ class VirtualMemoryStore:
             raise
         pieces = list(dict.fromkeys(self._pieces[granule] for granule in range(first, last)))
         for piece in pieces:
-            piece.chunks += 1
+            piece.chunks.add((start, stop))
         self._touched[start, stop] = pieces
 
     def unmap(self, ranges: list[tuple[int, int]]) -> None:
         for chunk in ranges:
-            for piece in self._touched.pop(chunk):
-                piece.chunks -= 1
+            for piece in self._touched.get(chunk, ()):
+                piece.chunks.discard(chunk)
                 if not piece.chunks:
                     self._destroy(piece)
+            self._touched.pop(chunk, None)
 
     def bytes_mapped(self, high_water: int) -> int:
         return self._bytes_mapped
