@@ -144,6 +144,7 @@ class Core:
         self._stop_ids = np.full((size, 1), NO_TOKEN, np.int64)
         self._seeds = np.zeros(size, np.uint64)
         self._is_watched = np.zeros(size, np.bool_)
+        self._is_torn = False  # the last step was interrupted
         self._may_compact = False  # a row has become free since it was last tried
         self._needs_host: set[int] = set()  # rows whose next token depends on the last one's value
         self._wants_prompt: set[int] = set()  # rows that compute logits of their whole prompt
@@ -202,6 +203,8 @@ class Core:
 
     def step(self) -> None:
         """Launch the next step, then look at what the last one gave."""
+        if self._is_torn:
+            self._mend()
         # Two are in flight only if the last call was interrupted.
         self._land(in_flight=0 if self._needs_host else 1)
         if self._may_compact:
@@ -209,10 +212,24 @@ class Core:
         try:
             launched = self._launch(self._next_plan())
         except BaseException:  # an interrupt: pages that can be found may never be computed
+            self._is_torn = True
             self.pool.drop_prefix_cache()
             raise
         # On the CPU it is done already.
         self._land(in_flight=int(launched is not None and launched.done is not None))
+
+    def _mend(self) -> None:
+        """Go on after a step that was interrupted, and may have been launched all the same.
+
+        Then the device has the tokens of a step that will be made again, and has counted them: all
+        that rows go on from must come from the host once more.
+        """
+        self._land()
+        for sequence in filter(None, self.rows.sequences):
+            self.rows.refresh(sequence)
+            self._sampler.clear_row(sequence.row)
+            self._describe(sequence)
+        self._is_torn = False
 
     def settle(self) -> None:
         """Look at what the step in flight gives, if there is one; launch nothing."""
@@ -382,13 +399,14 @@ class Core:
         ends = (counts > 0) & (rows.computed + counts == rows.most_computed)
         scores = ends & (rows.most_computed < rows.prompt)
         flight.scored += map(rows.at, np.flatnonzero(scores).tolist())
-        self.pool.map_ahead(ceil_div(MAPPED_AHEAD * rows.num_running, self.pool.geometry.page_size))
         rows.computed += counts
         rows.pending[flight.rows] += 1
+        flight.kept, self._kept = self._kept, []
         self._flights.append(flight)  # at once: from here on an interrupt does not lose it
         self.num_steps += 1
         self.num_computed += int(counts.sum())
         self._fork()
+        self.pool.map_ahead(ceil_div(MAPPED_AHEAD * rows.num_running, self.pool.geometry.page_size))
         return flight
 
     def _asking(self, counts: npt.NDArray[np.int32]) -> npt.NDArray[np.bool_] | None:
@@ -418,7 +436,6 @@ class Core:
             flight.done.record()
         else:
             flight.tokens = tokens
-        flight.kept, self._kept = self._kept, []
         return flight
 
     def _new_copy(self) -> tuple[Tensor, torch.cuda.Event]:
