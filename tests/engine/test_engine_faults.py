@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -104,28 +105,41 @@ def test_an_interrupt_while_a_step_is_waited_for_loses_no_token(
             check("llama", prompt, 8, outputs[str(number)].token_ids)
 
 
-def test_an_interrupt_behind_a_launch_loses_no_token(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("penalised", [False, True])
+@pytest.mark.parametrize("behind", ["launch", "_sample", "map_ahead", "_fork"])
+def test_an_interrupt_behind_a_launch_loses_no_token(
+    behind: str, penalised: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where the step is lost, the device has its tokens already, and must not go on from them."""
     launch_ahead(monkeypatch)
     asked = prompts(4, seed=8)
+    # One counts its tokens, and would count those of a lost step twice.
+    params = [*[GREEDY] * 3, replace(GREEDY, frequency_penalty=1.5)]
+    params = params if penalised else [GREEDY] * 4
     with engine_on("llama") as engine:
+        alone = engine.generate([asked[3]], params[3])[0].token_ids
         for number, prompt in enumerate(asked):
-            engine.add_request(prompt, GREEDY, request_id=str(number))
+            engine.add_request(prompt, params[number], request_id=str(number))
         for _ in range(3):
             engine.step()
-        fork, left = engine._core._fork, [1]
+        core, left = engine._core, [1]
+        owner = {"launch": core.runner, "map_ahead": core.pool}.get(behind, core)
+        method = getattr(owner, behind)
 
-        def interrupted() -> None:
+        def interrupted(*arguments: Any, **options: Any) -> Any:
+            found = method(*arguments, **options)
             if left:
                 left.pop()
                 raise KeyboardInterrupt
-            fork()
+            return found
 
-        monkeypatch.setattr(engine._core, "_fork", interrupted)
+        monkeypatch.setattr(owner, behind, interrupted)
         with pytest.raises(KeyboardInterrupt):
             engine.step()
         outputs = run_all(engine)
-        for number, prompt in enumerate(asked):
+        for number, prompt in enumerate(asked[:3]):
             check("llama", prompt, 8, outputs[str(number)].token_ids)
+        assert outputs["3"].token_ids == alone
 
 
 class Interrupting(Tokenizer):

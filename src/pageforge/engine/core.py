@@ -51,6 +51,9 @@ NO_TOKENS = torch.empty(0, dtype=torch.int64)
 End = tuple[FinishReason, Any]
 """Why a sequence ends, and its cause: the stop id or string, or the exception."""
 
+Ending = tuple[Sequence, FinishReason, Any]
+"""A sequence that is to end, and the same of it."""
+
 
 class Listener(Protocol):
     """Whose sequences these are: told of what becomes of them.
@@ -132,7 +135,7 @@ class Core:
         self._pages = _PoolPages(pool)
         self._flights: deque[Flight] = deque()  # launched, the oldest first
         self._arrived: deque[tuple[Flight, int]] = deque()  # tokens that may mean something
-        self._ending: deque[tuple[Sequence, FinishReason, Any]] = deque()  # as those have said
+        self._ending: deque[Ending] = deque()  # as those have said
         self._copies: list[tuple[Tensor, torch.cuda.Event]] = []  # that are free for a flight
         self._kept: list[Any] = []
         self._parents: list[Sequence] = []
@@ -141,6 +144,7 @@ class Core:
         self._stop_ids = np.full((size, 1), NO_TOKEN, np.int64)
         self._seeds = np.zeros(size, np.uint64)
         self._is_watched = np.zeros(size, np.bool_)
+        self._is_torn = False  # the last step was interrupted
         self._may_compact = False  # a row has become free since it was last tried
         self._needs_host: set[int] = set()  # rows whose next token depends on the last one's value
         self._wants_prompt: set[int] = set()  # rows that compute logits of their whole prompt
@@ -199,6 +203,8 @@ class Core:
 
     def step(self) -> None:
         """Launch the next step, then look at what the last one gave."""
+        if self._is_torn:
+            self._mend()
         # Two are in flight only if the last call was interrupted.
         self._land(in_flight=0 if self._needs_host else 1)
         if self._may_compact:
@@ -206,10 +212,24 @@ class Core:
         try:
             launched = self._launch(self._next_plan())
         except BaseException:  # an interrupt: pages that can be found may never be computed
+            self._is_torn = True
             self.pool.drop_prefix_cache()
             raise
         # On the CPU it is done already.
         self._land(in_flight=int(launched is not None and launched.done is not None))
+
+    def _mend(self) -> None:
+        """Go on after a step that was interrupted, and may have been launched all the same.
+
+        Then the device has the tokens of a step that will be made again, and has counted them: all
+        that rows go on from must come from the host once more.
+        """
+        self._land()
+        for sequence in filter(None, self.rows.sequences):
+            self.rows.refresh(sequence)
+            self._sampler.clear_row(sequence.row)
+            self._describe(sequence)
+        self._is_torn = False
 
     def settle(self) -> None:
         """Look at what the step in flight gives, if there is one; launch nothing."""
@@ -379,13 +399,14 @@ class Core:
         ends = (counts > 0) & (rows.computed + counts == rows.most_computed)
         scores = ends & (rows.most_computed < rows.prompt)
         flight.scored += map(rows.at, np.flatnonzero(scores).tolist())
-        self.pool.map_ahead(ceil_div(MAPPED_AHEAD * rows.num_running, self.pool.geometry.page_size))
         rows.computed += counts
         rows.pending[flight.rows] += 1
+        flight.kept, self._kept = self._kept, []
         self._flights.append(flight)  # at once: from here on an interrupt does not lose it
         self.num_steps += 1
         self.num_computed += int(counts.sum())
         self._fork()
+        self.pool.map_ahead(ceil_div(MAPPED_AHEAD * rows.num_running, self.pool.geometry.page_size))
         return flight
 
     def _asking(self, counts: npt.NDArray[np.int32]) -> npt.NDArray[np.bool_] | None:
@@ -415,7 +436,6 @@ class Core:
             flight.done.record()
         else:
             flight.tokens = tokens
-        flight.kept, self._kept = self._kept, []
         return flight
 
     def _new_copy(self) -> tuple[Tensor, torch.cuda.Event]:
@@ -477,8 +497,8 @@ class Core:
         """Wait for the steps in flight, all but the last `in_flight`, and take their tokens."""
         self._take_arrived()  # those that an interrupt has left
         while len(self._flights) > in_flight:
-            self._wait_for(self._flights[0])
-            flight = self._flights.popleft()
+            flight = self._flights[0]
+            self._wait_for(flight)
             self._note(flight)
             self._take_arrived()
             if flight.done is not None:
@@ -495,24 +515,28 @@ class Core:
                 self._listener.on_prompt_logprobs(sequence, first, logprobs.on_host())
 
     def _note(self, flight: Flight) -> None:
-        """Make a step's tokens known; all rows at once, however many there are."""
+        """Make the oldest step's tokens known; all rows at once, however many there are."""
         tokens = flight.tokens.numpy()[: len(flight.rows)]
         is_current = self.rows.epoch[flight.rows] == flight.epochs
         rows, found = flight.rows[is_current], tokens[is_current]
         lengths = self.rows.length[rows]
-        self.rows.tokens[rows, lengths] = found
-        self.rows.length[rows] += found != NO_TOKEN
-        self.rows.pending[rows] -= 1
         stops = (found[:, None] == self._stop_ids[rows]).any(1) | (found == NO_TOKEN)
         is_last = lengths == self.rows.most_computed[rows]  # all but this one
         is_first = lengths == self.rows.prompt[rows]
         matters = stops | is_first | is_last | self._is_watched[rows]
         others = np.flatnonzero(~is_current).tolist()  # moved to another row, or lost their own
+        places = np.flatnonzero(is_current)[matters].tolist() + others
+        arrived = [(flight, place) for place in places]
+        ending: list[Ending] = [(sequence, "length", None) for sequence in flight.scored]
         for place in others:
             self._catch_up(*flight.at(place))
-        places = np.flatnonzero(is_current)[matters].tolist()
-        self._arrived += [(flight, place) for place in places + others]
-        self._ending += [(sequence, "length", None) for sequence in flight.scored]
+        # Nothing is called from here on, so that Python lets no interrupt in between.
+        self.rows.tokens[rows, lengths] = found
+        self.rows.length[rows] += found != NO_TOKEN
+        self.rows.pending[rows] -= 1
+        self._arrived += arrived
+        self._ending += ending
+        del self._flights[0]
 
     def _catch_up(self, sequence: Sequence, token: int) -> None:
         """Make a token known of a sequence that is not where it was."""

@@ -22,7 +22,7 @@ class LiveRequests:
         """Of requests that nobody waits for: `Engine.step` returns them."""
         self.num_finished = 0
         self.num_cached = 0
-        """Prompt tokens that were not computed, of sequences that have ended."""
+        """Prompt tokens that were not computed, of requests that have ended."""
 
     def on_scheduled(self, sequence: Sequence) -> None:
         """The core begins with it."""
@@ -59,15 +59,17 @@ class LiveRequests:
         )
 
     def on_finish(self, sequence: Sequence, reason: FinishReason, cause: Any) -> None:
-        """A completion has ended, and perhaps its request with it."""
+        """A completion ends, and perhaps its request with it. Told again, nothing happens."""
         request: Request = sequence.owner
         request.end(sequence, reason, cause)
-        self.num_cached += sequence.num_cached
-        if request.output is not None:
+        if request.output is not None and request.id in self.by_id:
+            finished = [] if request.is_awaited else [request.output]
+            num_cached = sum(each.num_cached for each in request.sequences)
+            # Nothing is called from here on, so that Python lets no interrupt in between.
             del self.by_id[request.id]
+            self.finished += finished
+            self.num_cached += num_cached
             self.num_finished += 1
-            if not request.is_awaited:
-                self.finished.append(request.output)
 
 
 def _logprobs_of(logprobs: Logprobs, place: int, token: int, k: int) -> TokenLogprobs:

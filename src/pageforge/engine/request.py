@@ -125,8 +125,21 @@ class Request:
         self._prompt_logprobs[first : first + len(logprobs)] = logprobs
 
     def end(self, sequence: Sequence, reason: FinishReason, cause: Any) -> None:
-        """A completion has ended; with the last one there is an `output`."""
+        """A completion has ended; with the last one there is an `output`.
+
+        Interrupted in the tokenizer, it has not ended.
+        """
         branch = self._branch(sequence)
+        if branch.completion is None:
+            self._complete(branch, reason, cause)
+        done = [each.completion for each in self._branches if each.completion is not None]
+        if len(done) == len(self._branches):
+            self.output = self._make_output(done)
+
+    # --- inside -----------------------------------------------------------------------------
+
+    def _complete(self, branch: _Branch, reason: FinishReason, cause: Any) -> None:
+        sequence = branch.sequence
         token_ids = sequence.tokens[sequence.num_prompt :].tolist()
         error = cause if reason == "error" else None
         stop = cause if reason == "stop" else None
@@ -146,6 +159,8 @@ class Request:
         except Exception as failure:  # a tokenizer that cannot decode fails its request alone
             reason, error, stop, text = "error", failure, None, None
         wants = self.params.logprobs is not None
+        if self.streams:
+            self._show(branch, rest, [], reason)
         branch.completion = Completion(
             index=self._branches.index(branch),
             token_ids=token_ids,
@@ -155,13 +170,6 @@ class Request:
             logprobs=branch.logprobs[: len(token_ids)] if wants else None,
             error=error,
         )
-        if self.streams:
-            self._show(branch, rest, [], reason)
-        done = [each.completion for each in self._branches if each.completion is not None]
-        if len(done) == len(self._branches):
-            self.output = self._make_output(done)
-
-    # --- inside -----------------------------------------------------------------------------
 
     def _new_detokenizer(self) -> Detokenizer | None:
         """None where the text is not needed before the end."""
