@@ -260,6 +260,8 @@ class Core:
 
     def _admit_all(self, admitted: list[Admission], counts: npt.NDArray[np.int32]) -> None:
         """Admit sequences; set their `counts`. Raises OutOfPages where nobody else runs."""
+        size = self.pool.geometry.page_size
+        self.pool.map_ahead(sum(pages_for(each.sequence.goal, size) for each in admitted))
         # Swapped ones last: they claim pages, for which known ones may go that others begin with.
         for admission in sorted(admitted, key=lambda each: each.sequence.swapped is not None):
             try:
