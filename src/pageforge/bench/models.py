@@ -1,4 +1,4 @@
-"""Models of real shapes with random weights: time does not depend on what the weights say."""
+"""Models to measure on. Mostly random weights: time does not depend on what the weights say."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import torch
 from tokenizers import Tokenizer, decoders, models
 from transformers import (
     AutoModelForCausalLM,
+    GenerationConfig,
     GPT2Config,
     LlamaConfig,
     PreTrainedConfig,
@@ -18,6 +19,8 @@ from transformers import (
     PreTrainedTokenizerFast,
     Qwen3Config,
 )
+
+from pageforge.hf.pretrained import load_model
 
 SHAPES: dict[str, tuple[type[PreTrainedConfig], dict[str, Any], torch.dtype]] = {
     "gpt2": (GPT2Config, {}, torch.float16),
@@ -94,14 +97,32 @@ def make_model(
     kind, arguments, own_dtype = SHAPES[name]
     if dtype is None:
         dtype = own_dtype if device.type == "cuda" else torch.float32
-    config: PreTrainedConfig = kind(**arguments)
+    return model_of(kind(**arguments), device, dtype)
+
+
+def model_of(config: PreTrainedConfig, device: torch.device, dtype: torch.dtype) -> PreTrainedModel:
+    """A model of that config with random weights; the same every time."""
     torch.manual_seed(0)
     with torch.device(device):
         model: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=dtype)
-    # Nothing may end early, and nothing is drawn.
-    model.generation_config.eos_token_id = None
-    model.generation_config.pad_token_id = 0
-    return model.eval()
+    return _endless(model.eval())
+
+
+def real_model(
+    name: str, device: torch.device, dtype: torch.dtype | None = None
+) -> PreTrainedModel:
+    """The trained model of that name, wherever `load_model` finds it.
+
+    `dtype`: by default bf16 on CUDA, fp32 elsewhere. Raises ModelNotFound.
+    """
+    model, _ = load_model(name, dtype=dtype, device=device)
+    return _endless(model)
+
+
+def _endless(model: PreTrainedModel) -> PreTrainedModel:
+    """`model`, which ends no sequence early and draws no token unless asked to."""
+    model.generation_config = GenerationConfig(eos_token_id=None, pad_token_id=0)
+    return model
 
 
 def make_tokenizer(vocab_size: int) -> PreTrainedTokenizerFast:
