@@ -61,6 +61,10 @@ class RequestError(PageForgeError, ValueError):
     """A request to the engine, or the engine's own settings, cannot be right."""
 
 
+class ResultsError(PageForgeError, ValueError):
+    """A file of benchmark results is corrupt, not ours, or of a newer PageForge."""
+
+
 class ModelNotFound(PageForgeError, OSError):
     """A model could not be found or fetched; the message lists what was tried."""
 

@@ -22,7 +22,7 @@ def screen() -> io.StringIO:
 
 @pytest.fixture
 def report() -> Report:
-    return Report("a question", None, {})
+    return Report("question", "A question?", None, {})
 
 
 @pytest.fixture

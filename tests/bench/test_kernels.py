@@ -93,14 +93,14 @@ def test_a_section_that_breaks_does_not_end_the_run(
     assert not only(bench.report.records, section="not asked")
 
 
-def test_what_there_is_no_time_for_is_named(bench: Bench, screen: io.StringIO) -> None:
+def test_what_there_is_no_time_for_is_named(bench: Bench) -> None:
     bench.budget = Budget(0)
     kernels.run(bench)
-    (left,) = only(bench.report.records, section="left out")
-    assert "decode 4/2 D16 float32 1x40" in left["names"]
-    assert "gather_kv" in left["names"]
-    assert "mixed batch" in left["names"]
-    assert "no time left for: decode" in screen.getvalue()
+    assert {
+        "decode 4/2 D16 float32 1x40",
+        "gather_kv",
+        "mixed batch",
+    } <= set(bench.budget.left_out)
 
 
 @pytest.mark.parametrize("fault", ["nan", "lost token"])

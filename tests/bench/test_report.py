@@ -9,27 +9,59 @@ import pytest
 import torch
 from rich.console import Console
 
-from pageforge.bench.report import Report, cell, machine, table, wide
+from pageforge.bench.report import SCHEMA, Report, cell, machine, table, wide
 
 
 def test_records_go_to_the_file_as_they_come(tmp_path: Path) -> None:
-    path = tmp_path / "out.json"
-    report = Report("why?", path, {"device": "cpu"})
-    assert json.loads(path.read_text())["records"] == []
-    report.add(a=1.5, b=None, c="x", d=[1, 2])
-    found = json.loads(path.read_text())
-    assert found["question"] == "why?"
-    assert found["machine"] == {"device": "cpu"}
-    assert found["command"].startswith("pageforge")
-    assert found["records"] == [{"a": 1.5, "b": None, "c": "x", "d": [1, 2]}]
+    path = tmp_path / "out.jsonl"
+    path.write_text("something older\n")
+    report = Report("vram", "why?", path, {"device": "cpu"})
+    (head,) = lines(path)
+    assert head["command"].startswith("pageforge")
+    assert {key: head[key] for key in ("kind", "schema", "question", "title", "machine")} == {
+        "kind": "run",
+        "schema": SCHEMA,
+        "question": "vram",
+        "title": "why?",
+        "machine": {"device": "cpu"},
+    }
+    added = report.add(section="s", a_ms=1.5, b=None, c="x", d=[1, 2])
+    assert (
+        report.records
+        == [added]
+        == [{"section": "s", "a_ms": 1.5, "b": None, "c": "x", "d": [1, 2]}]
+    )
+    assert lines(path)[1:] == [{"kind": "result", **added}]
+    report.end(["a case"])
+    *_, end = lines(path)
+    assert (end["kind"], end["left_out"]) == ("end", ["a case"])
+    assert end["seconds"] >= 0
     assert list(tmp_path.iterdir()) == [path]
 
 
+def lines(path: Path) -> list[dict]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
 def test_json_is_strict(tmp_path: Path) -> None:
-    path = tmp_path / "out.json"
-    Report("why?", path, {}).add(nan=math.nan, inf=math.inf, dtype=torch.float16, nested={1: (2,)})
-    (record,) = json.loads(path.read_text(), parse_constant=lambda _: 1 / 0)["records"]
-    assert record == {"nan": None, "inf": None, "dtype": "torch.float16", "nested": {"1": [2]}}
+    path = tmp_path / "out.jsonl"
+    Report("vram", "why?", path, {}).add(
+        section="s",
+        nan=math.nan,
+        inf=math.inf,
+        dtype=torch.float16,
+        nested={1: (2,)},
+        text="\n\u2028",
+    )
+    _, record = (json.loads(line, parse_constant=lambda _: 1 / 0) for line in path.open())
+    del record["kind"], record["section"]
+    assert record == {
+        "nan": None,
+        "inf": None,
+        "dtype": "torch.float16",
+        "nested": {"1": [2]},
+        "text": "\n\u2028",
+    }
 
 
 def test_the_machine_is_known() -> None:

@@ -10,8 +10,9 @@ from collections.abc import Callable, Sequence
 
 from pageforge.bench import attention, cache_ops, prefill
 from pageforge.bench.ceilings import copy_ceiling, read_ceiling
-from pageforge.bench.context import Bench
+from pageforge.bench.context import QUICK_REPEATS, QUICK_SHAPES, Bench
 from pageforge.bench.harness import failure
+from pageforge.bench.run import Run
 
 SECTIONS: dict[str, Callable[[Bench], None]] = {
     "decode": attention.decode,
@@ -20,6 +21,23 @@ SECTIONS: dict[str, Callable[[Bench], None]] = {
     "cache": cache_ops.cache_ops,
     "prefill": prefill.prefill,
 }
+
+
+def run_all(given: Run) -> None:
+    """Everything, or with `quick` a few shapes. Raises RuntimeError where there is no CUDA."""
+    if given.on_cpu:
+        raise RuntimeError("kernels are timed on CUDA, and there is none here")
+    run(bench_of(given))
+
+
+def bench_of(given: Run) -> Bench:
+    """What the sections are given in a run."""
+    bench = Bench(given.device, given.report, given.console, given.budget)
+    if given.quick:
+        bench.repeats = QUICK_REPEATS
+        bench.dtypes = bench.dtypes[:1]
+        bench.shapes = {name: bench.shapes[name] for name in QUICK_SHAPES}
+    return bench
 
 
 def run(bench: Bench, only: Sequence[str] = ()) -> None:
@@ -39,6 +57,3 @@ def run(bench: Bench, only: Sequence[str] = ()) -> None:
                 bench.report.add(section=name, failure=failure(error))
                 bench.console.print(f"{name}: {failure(error)}")
             bench.console.print()
-    if bench.budget.left_out:
-        bench.report.add(section="left out", names=bench.budget.left_out)
-        bench.console.print(f"no time left for: {', '.join(bench.budget.left_out)}")

@@ -1,4 +1,4 @@
-"""What a benchmark leaves: records in a JSON file, and tables on the screen."""
+"""What a benchmark leaves: a file of JSON lines, and tables on the screen."""
 
 from __future__ import annotations
 
@@ -29,39 +29,49 @@ FAILED = 2
 LIBRARIES = ("torch", "transformers", "triton", "numpy")
 
 
-class Report:
-    """Records of one run. The file is written anew with each, so that a run cut short leaves it."""
+SCHEMA = 1
+"""Of result files; it changes where a reader of the old ones would misunderstand the new."""
 
-    def __init__(self, question: str, path: Path | None, machine: dict[str, Any]):
-        self.question = question
-        self.machine = machine
-        self.command = shlex.join(["pageforge", *sys.argv[1:]])
-        self.began = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
+
+class Report:
+    """Records of one run of a question, each in the file as soon as it is known.
+
+    The file is JSON lines: what was run and on what (`kind` "run"), each record ("result"), and
+    when all is done how long it took ("end"). A run cut short leaves all that it had.
+    """
+
+    def __init__(self, question: str, title: str, path: Path | None, machine: dict[str, Any]):
         self.records: list[dict[str, Any]] = []
         self._path = path
         self._clock = time.monotonic()
-        self._save()
+        if path is not None:
+            path.write_text("", encoding="utf-8")
+        self._write(
+            "run",
+            schema=SCHEMA,
+            question=question,
+            title=title,
+            command=shlex.join(["pageforge", *sys.argv[1:]]),
+            began=time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+            machine=machine,
+        )
 
-    def add(self, **record: Any) -> dict[str, Any]:
-        """Note one result; returns it."""
+    def add(self, *, section: str, **fields: Any) -> dict[str, Any]:
+        """Note one result; returns it. Names of fields end in their units: `_ms`, `_bytes`."""
+        record = {"section": section, **fields}
         self.records.append(record)
-        self._save()
+        self._write("result", **record)
         return record
 
-    def _save(self) -> None:
-        if self._path is None:
-            return
-        whole = {
-            "question": self.question,
-            "command": self.command,
-            "began": self.began,
-            "seconds": time.monotonic() - self._clock,
-            "machine": self.machine,
-            "records": self.records,
-        }
-        partial = self._path.with_name(self._path.name + ".part")
-        partial.write_text(json.dumps(jsonable(whole), indent=1) + "\n")
-        partial.replace(self._path)
+    def end(self, left_out: Sequence[str] = ()) -> None:
+        """Note that the run is over, and for what there was no time."""
+        self._write("end", seconds=time.monotonic() - self._clock, left_out=left_out)
+
+    def _write(self, kind: str, **fields: Any) -> None:
+        if self._path is not None:
+            line = json.dumps(jsonable({"kind": kind, **fields}))
+            with self._path.open("a", encoding="utf-8") as file:
+                file.write(line + "\n")
 
 
 def machine(device: torch.device, commit: str | None = None) -> dict[str, Any]:

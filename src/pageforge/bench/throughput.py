@@ -22,7 +22,6 @@ from transformers import PreTrainedModel
 from pageforge.bench import ceilings, workloads
 from pageforge.bench.ceilings import matmul_ceiling, read_ceiling
 from pageforge.bench.context import dtype_name
-from pageforge.bench.decode import cudnn_attention
 from pageforge.bench.engine_probe import (
     StepLog,
     costs_of,
@@ -32,8 +31,9 @@ from pageforge.bench.engine_probe import (
     steady_tokens,
 )
 from pageforge.bench.harness import failure, percentile, rotated, synchronize
-from pageforge.bench.models import twin
+from pageforge.bench.models import make_model, make_tokenizer, twin
 from pageforge.bench.report import table
+from pageforge.bench.run import Run
 from pageforge.bench.serving import (
     BASE,
     WAYS,
@@ -44,8 +44,9 @@ from pageforge.bench.serving import (
     padded,
     params_of,
 )
+from pageforge.bench.settings import cudnn_attention
 from pageforge.bench.throughput_context import ThroughputBench
-from pageforge.bench.workloads import Job
+from pageforge.bench.workloads import Job, Size
 from pageforge.engine.engine import Engine, EngineStats
 from pageforge.geometry import pages_for
 
@@ -67,6 +68,37 @@ SQUEEZE = 10
 LOOKED_AT = 16
 """Outputs that differ whose cause is looked for."""
 
+TRIAL = 8
+"""By which a trial's counts and lengths are divided."""
+
+TRIAL_RUNNING, TRIAL_STEPS = (8,), 16
+
+
+def run_all(given: Run) -> None:
+    """Every section, at sizes for the device and the time."""
+    run(bench_of(given))
+
+
+def bench_of(
+    given: Run, *, dtype: torch.dtype | None = None, requests: int | None = None
+) -> ThroughputBench:
+    """What the sections are given in a run; a trial with `quick`, and on the CPU unless asked."""
+    name = given.model or ("tiny" if given.on_cpu else "gpt2")
+    model = make_model(name, given.device, dtype)
+    is_trial = given.quick or name == "tiny"
+    bench = ThroughputBench(
+        model,
+        name,
+        make_tokenizer(int(model.config.vocab_size)),
+        given.report,
+        given.console,
+        given.budget,
+        Size(int(model.config.max_position_embeddings), TRIAL if is_trial else 1, requests),
+    )
+    if is_trial:
+        bench.repeats, bench.running, bench.host_steps = 1, TRIAL_RUNNING, TRIAL_STEPS
+    return bench
+
 
 def run(bench: ThroughputBench, only: Sequence[str] = ()) -> None:
     """The sections named, or all, in order. cuDNN attention is off, for `generate`'s sake."""
@@ -87,9 +119,6 @@ def run(bench: ThroughputBench, only: Sequence[str] = ()) -> None:
                 except Exception as error:  # what the others find must not be lost
                     bench.report.add(section=name, failure=failure(error))
                     bench.console.print(f"{name}: {failure(error)}\n")
-    if bench.budget.left_out:
-        bench.report.add(section="left out", names=bench.budget.left_out)
-        bench.console.print(f"no time left for: {', '.join(bench.budget.left_out)}")
 
 
 @contextlib.contextmanager

@@ -1,0 +1,32 @@
+"""The questions that are measured, in the order in which `bench all` asks them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from pageforge.bench import decode, kernels, throughput
+from pageforge.bench.run import Run
+
+
+@dataclass(frozen=True)
+class Question:
+    """One question. `run_all(run)` measures everything that belongs to it; it may raise."""
+
+    name: str
+    title: str
+    run_all: Callable[[Run], None]
+    quick_seconds: float
+    """Its share of the three minutes that all may take on two CPU cores with `quick`."""
+
+
+QUESTIONS = {
+    question.name: question
+    for question in (
+        Question(
+            "kernels", "How fast are the ops, against the device's limits?", kernels.run_all, 0
+        ),
+        Question("decode", "How long does a decode step take?", decode.run_all, 25),
+        Question("throughput", "How many tokens a second?", throughput.run_all, 30),
+    )
+}

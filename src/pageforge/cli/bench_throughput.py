@@ -1,0 +1,105 @@
+"""`pageforge bench throughput`."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import torch
+
+from pageforge.bench import throughput as question
+from pageforge.bench.serving import WAYS
+from pageforge.bench.throughput_context import MOST_REPEATS
+from pageforge.cli import options
+from pageforge.cli.bench_options import (
+    SECONDS,
+    WHAT,
+    Commit,
+    Device,
+    Model,
+    Out,
+    Quick,
+    Seconds,
+    known,
+    measuring,
+)
+
+EXAMPLES = (
+    "pageforge bench throughput --out results",
+    "pageforge bench throughput --model llama-8b --only sharegpt --way engine",
+)
+
+DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
+
+
+def throughput(
+    model: Model = None,
+    device: Device = None,
+    only: Annotated[
+        list[str] | None,
+        options.option(
+            "--only",
+            help=f"A part: {', '.join(question.SECTIONS)}; may be given several times.",
+            panel=WHAT,
+            metavar="NAME",
+        ),
+    ] = None,
+    way: Annotated[
+        list[str] | None,
+        options.option(
+            "--way",
+            help=f"Only these of: {', '.join(WAYS)}, for uniform and sharegpt; several times.",
+            panel=WHAT,
+            metavar="NAME",
+        ),
+    ] = None,
+    requests: Annotated[
+        int | None,
+        options.option(
+            "--requests", help="Of each workload, instead of its own number.", panel=WHAT, min=1
+        ),
+    ] = None,
+    repeats: Annotated[
+        int | None,
+        options.option(
+            "--repeats",
+            help=f"Timed runs of each way ({MOST_REPEATS}); slow ways have fewer.",
+            panel=WHAT,
+            min=1,
+        ),
+    ] = None,
+    dtype: Annotated[
+        str | None,
+        options.option(
+            "--dtype",
+            help=f"{', '.join(DTYPES)}; by default the shape's own, on the CPU float32.",
+            panel=WHAT,
+            metavar="NAME",
+        ),
+    ] = None,
+    quick: Quick = False,
+    seconds: Seconds = SECONDS,
+    out: Out = None,
+    commit: Commit = None,
+) -> None:
+    """How many tokens a second does the engine make, beside transformers' own ways?
+
+    Whole workloads on one model of random weights; the host's work and the device's idle time a
+    step; what a shared prefix, samples of one prompt and a pool that is too small cost. On the CPU
+    by default a tiny trial; --quick divides counts and lengths by 8 and repeats nothing.
+    """
+    known("--only", only or [], question.SECTIONS)
+    known("--way", way or [], WAYS)
+    known("--dtype", [dtype] if dtype else [], DTYPES)
+    with measuring(
+        "throughput",
+        device=device,
+        model=model,
+        quick=quick,
+        seconds=seconds,
+        out=out,
+        commit=commit,
+    ) as run:
+        bench = question.bench_of(run, dtype=DTYPES[dtype] if dtype else None, requests=requests)
+        bench.ways = way or ()
+        bench.repeats = repeats or bench.repeats
+        question.run(bench, only or ())
