@@ -33,8 +33,9 @@ WIDTH_STD = 0.2
 WINDOW = 24
 """Of the sliding layers: no multiple of a page."""
 
+TOKENS: dict[str, Any] = {"vocab_size": 256, "bos_token_id": None, "eos_token_id": None}
 DENSE: dict[str, Any] = {
-    "vocab_size": 256,
+    **TOKENS,
     "hidden_size": WIDTH,
     "intermediate_size": 96,
     "num_hidden_layers": 2,
@@ -49,9 +50,7 @@ MIXED = {
 }
 
 FAMILIES: dict[str, Callable[[], PreTrainedConfig]] = {
-    "tiny-gpt2": lambda: GPT2Config(
-        vocab_size=256, n_embd=WIDTH, n_layer=2, n_head=4, n_positions=256
-    ),
+    "tiny-gpt2": lambda: GPT2Config(**TOKENS, n_embd=WIDTH, n_layer=2, n_head=4, n_positions=256),
     "tiny-llama": partial(LlamaConfig, **GROUPED),
     "tiny-qwen3": partial(Qwen3Config, **GROUPED),
     "tiny-mistral": partial(MistralConfig, **GROUPED, sliding_window=WINDOW),
@@ -84,15 +83,17 @@ FAMILIES: dict[str, Callable[[], PreTrainedConfig]] = {
 """Plain, grouped and latent K/V; a window in all layers and in some; softcap, sinks, experts."""
 
 
-def make_attentive(name: str, device: torch.device, dtype: torch.dtype) -> PreTrainedModel:
-    """A model of FAMILIES or SHAPES, the same every time, whose context matters as in a real one.
+def make_attentive(name: str, device: torch.device) -> PreTrainedModel:
+    """A model of FAMILIES or SHAPES in fp32, whose context matters as in a trained one.
 
-    Its weights' standard deviation falls with the root of its width.
+    Its weights are random, the same every time; their deviation falls with the root of the width.
+    Embeddings are not tied, for then the output would mostly repeat the input.
     """
     if name in FAMILIES:
         config = FAMILIES[name]()
     else:
         kind, arguments, _ = SHAPES[name]
         config = kind(**arguments)
+    config.tie_word_embeddings = False
     config.initializer_range = WIDTH_STD * math.sqrt(WIDTH / config.hidden_size)
-    return model_of(config, device, dtype)
+    return model_of(config, device, torch.float32)

@@ -108,13 +108,8 @@ def model_of(config: PreTrainedConfig, device: torch.device, dtype: torch.dtype)
     return _endless(model.eval())
 
 
-def real_model(
-    name: str, device: torch.device, dtype: torch.dtype | None = None
-) -> PreTrainedModel:
-    """The trained model of that name, wherever `load_model` finds it.
-
-    `dtype`: by default bf16 on CUDA, fp32 elsewhere. Raises ModelNotFound.
-    """
+def trained_model(name: str, device: torch.device, dtype: torch.dtype) -> PreTrainedModel:
+    """The trained model of that name, from where `load_model` finds it. Raises ModelNotFound."""
     model, _ = load_model(name, dtype=dtype, device=device)
     return _endless(model)
 
@@ -146,4 +141,18 @@ def twin(model: PreTrainedModel) -> PreTrainedModel:
     """A second model over the same weights: it can be compiled or changed without the first."""
     tensors = itertools.chain(model.parameters(), model.buffers())
     other: PreTrainedModel = copy.deepcopy(model, {id(tensor): tensor for tensor in tensors})
+    return other
+
+
+def cast(model: PreTrainedModel, dtype: torch.dtype) -> PreTrainedModel:
+    """A second model with the same weights in `dtype`.
+
+    Its buffers are the model's: rotary embeddings keep their fp32 frequencies, as they do where
+    transformers loads a model in a smaller dtype.
+    """
+    memo: dict[int, Any] = {id(buffer): buffer for buffer in model.buffers()}
+    for weight in model.parameters():
+        memo[id(weight)] = torch.nn.Parameter(weight.detach().to(dtype), requires_grad=False)
+    other: PreTrainedModel = copy.deepcopy(model, memo)
+    other.config.dtype = dtype
     return other

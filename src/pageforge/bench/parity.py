@@ -2,13 +2,15 @@
 
 Every way is fed the tokens that DynamicCache's logits choose, whatever its own would have been, so
 that one that parts does not spoil those after it. Beside them stand what DynamicCache itself
-differs by when its rows are alone, and what one lost token looks like.
+differs by when its rows are alone, what one lost token looks like, and in fp16 and bf16 the
+distance of each to the same weights in fp32.
 """
 
 from __future__ import annotations
 
 import contextlib
-import statistics
+import logging
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -22,14 +24,18 @@ from transformers import DynamicCache, PreTrainedModel
 from pageforge.bench import caches
 from pageforge.bench.caches import Sequences, Setting, Start, Way, caller
 from pageforge.bench.context import dtype_name
+from pageforge.bench.families import FAMILIES, make_attentive
 from pageforge.bench.harness import Budget, failure
-from pageforge.bench.models import twin
+from pageforge.bench.models import cast, trained_model, twin
 from pageforge.bench.report import Report, table
+from pageforge.bench.run import Run
+from pageforge.bench.settings import cudnn_attention
 from pageforge.engine.engine import Engine
 from pageforge.engine.params import LogitsProcessor, SamplingParams
+from pageforge.errors import ModelNotFound
 from pageforge.geometry import pages_for
 
-Build = Callable[[torch.device, torch.dtype], PreTrainedModel]
+log = logging.getLogger(__name__)
 
 Logits = list[Tensor]
 """`[rows, vocabulary]` after the prompt, and after each token that follows."""
@@ -38,6 +44,20 @@ Answer = Callable[[PreTrainedModel, Tensor, Tensor], Logits]
 """`(model, prompts [rows, T], tokens [steps, rows, 1]) -> Logits`: a way that is fed both."""
 
 BASE = "dynamic"
+"""What everything is held against."""
+
+TRAINED = ("smollm2",)
+"""Shapes whose trained weights are taken where they can be had."""
+
+DTYPES = {
+    "cpu": (torch.float32, torch.bfloat16),
+    "cuda": (torch.float32, torch.float16, torch.bfloat16),
+}
+LARGE = {"cpu": ("gpt2", "smollm2"), "cuda": ("gpt2", "smollm2", "qwen3-0.6b", "llama-8b")}
+"""What is compared beside the tiny families."""
+
+CPU_ROWS, CPU_STEPS = 2, 32
+QUICK_STEPS = 16
 
 
 @dataclass
@@ -51,7 +71,7 @@ class ParityBench:
     report: Report
     console: Console
     budget: Budget
-    models: Mapping[str, Build]
+    models: Sequence[str]
     dtypes: Sequence[torch.dtype]
     ways: Mapping[str, Answer]
     rows: int = 4
@@ -59,61 +79,108 @@ class ParityBench:
     steps: int = 64
 
 
+def run_all(run_of: Run) -> None:
+    """Every model, dtype and way that makes sense on the device."""
+    run(bench_of(run_of))
+
+
+def bench_of(run_of: Run, models: Sequence[str] = ()) -> ParityBench:
+    """What is compared in a run. `models`: of FAMILIES and SHAPES; by default what fits."""
+    kind = run_of.device.type
+    if not models:
+        models = (*FAMILIES, *(() if run_of.quick else LARGE[kind]))
+        models = models if run_of.model is None else (run_of.model,)
+    ways = {name: way for name, way in WAYS.items() if kind == "cuda" or name not in CUDA_WAYS}
+    bench = ParityBench(
+        run_of.device, run_of.report, run_of.console, run_of.budget, models, DTYPES[kind], ways
+    )
+    if run_of.on_cpu:
+        bench.rows, bench.steps = CPU_ROWS, CPU_STEPS
+    if run_of.quick:
+        bench.steps = QUICK_STEPS
+    return bench
+
+
 @torch.no_grad()
 def run(bench: ParityBench) -> None:
-    """Each model in each dtype; where one cannot be had a row says so."""
-    for name, build in bench.models.items():
-        rows: list[tuple[object, ...]] = []
-        for dtype in bench.dtypes:
-            if bench.budget.allows(f"{name} in {dtype_name(dtype)}"):
-                rows += _case(bench, name, build, dtype)
-        if rows:
-            columns = ("way", "max |diff|", "at step", "rel. error", "same argmax", "parted")
-            title = f"{name}: {bench.rows} rows, prompt {bench.prompt}, {bench.steps} steps"
-            bench.console.print(table(title, (*columns, "largest gap"), rows))
-            bench.console.print()
+    """Each model in each dtype; where something cannot be had a row says so."""
+    with cudnn_attention(False):  # with it each new length costs a growing cache some 50 ms
+        for name in bench.models:
+            if bench.budget.allows(name):
+                rows = _compare(bench, name)
+                columns = ("way", "max |diff|", "at step", "rel. error", "to fp32", "same argmax")
+                title = f"{name}: {bench.rows} rows, prompt {bench.prompt}, {bench.steps} steps"
+                bench.console.print(table(title, (*columns, "parted", "largest gap"), rows))
+                bench.console.print()
 
 
-def _case(
-    bench: ParityBench, name: str, build: Build, dtype: torch.dtype
-) -> list[tuple[object, ...]]:
-    """Compare all ways over one model in one dtype; returns rows for the table."""
-    case: dict[str, Any] = {"model": name, "dtype": dtype_name(dtype)}
+def _compare(bench: ParityBench, name: str) -> list[tuple[object, ...]]:
+    """All ways over one model in all dtypes; returns rows for the table."""
+    rows: list[tuple[object, ...]] = []
     try:
-        model = build(bench.device, dtype)
-        prompts = written_by(model, bench.rows, bench.prompt)
+        exact, weights = model_called(name, bench.device)
+        prompts = written_by(exact, bench.rows, bench.prompt)
+    except Exception as error:  # it may not fit
+        bench.report.add(section="parity", model=name, way=BASE, failure=failure(error))
+        return [(name, failure(error))]
+    for dtype in bench.dtypes:
+        case = {
+            "model": name,
+            "weights": weights,
+            "dtype": dtype_name(dtype),
+            "attention": exact.config._attn_implementation,
+            "rows": bench.rows,
+            "prompt": bench.prompt,
+            "steps": bench.steps,
+        }
+        if bench.budget.allows(f"{name} in {case['dtype']}"):
+            rows += _compare_in(bench, case, exact, prompts, dtype)
+    return rows
+
+
+def _compare_in(
+    bench: ParityBench,
+    case: dict[str, Any],
+    exact: PreTrainedModel,
+    prompts: Tensor,
+    dtype: torch.dtype,
+) -> list[tuple[object, ...]]:
+    """All ways over one model in one dtype; returns rows for the table."""
+    is_exact = dtype == torch.float32
+    try:
+        model = exact if is_exact else cast(exact, dtype)
         tokens, wanted = reference(model, prompts, bench.steps)
-    except Exception as error:  # it may not be there, or not fit
+        truth = None if is_exact else through_cache(caches.dynamic, exact, prompts, tokens)
+    except Exception as error:
         bench.report.add(section="parity", **case, way=BASE, failure=failure(error))
         return [(f"{case['dtype']} {BASE}", failure(error))]
-    case |= {
-        "attention": model.config._attn_implementation,
-        "rows": bench.rows,
-        "prompt": bench.prompt,
-        "steps": bench.steps,
-    }
     rows: list[tuple[object, ...]] = []
     for way, answer in bench.ways.items():
         try:
-            found = agreement(answer(model, prompts, tokens), wanted)
+            found = agreement(answer(model, prompts, tokens), wanted, truth)
         except Exception as error:
             bench.report.add(section="parity", **case, way=way, failure=failure(error))
             rows.append((f"{case['dtype']} {way}", failure(error)))
             continue
         bench.report.add(section="parity", **case, way=way, **found)
-        keys = ("max_difference", "worst_step", "relative_error", "same_argmax", "parted")
-        rows.append(
-            (f"{case['dtype']} {way}", *(found[key] for key in keys), found["largest_gap"])
-        )
+        rows.append((f"{case['dtype']} {way}", *(found[key] for key in SHOWN)))
     return rows
+
+
+def model_called(name: str, device: torch.device) -> tuple[PreTrainedModel, str]:
+    """A model in fp32, and whether its weights are trained or random."""
+    if name in TRAINED:
+        try:
+            return trained_model(name, device, torch.float32), "trained"
+        except ModelNotFound as error:
+            log.warning("random weights instead: %s", error)
+    return make_attentive(name, device), "random"
 
 
 def written_by(model: PreTrainedModel, rows: int, length: int) -> Tensor:
     """`[rows, length]` tokens that the model itself draws, each row from a token of its own."""
-    generator = torch.Generator().manual_seed(0)
-    first = torch.randint(model.config.vocab_size, (rows, 1), generator=generator)
-    first = first.to(model.device)
     torch.manual_seed(0)
+    first = torch.randint(model.config.vocab_size, (rows, 1)).to(model.device)
     out: Tensor = model.generate(
         first,
         attention_mask=torch.ones_like(first),
@@ -134,37 +201,54 @@ def reference(model: PreTrainedModel, prompts: Tensor, steps: int) -> tuple[Tens
     return torch.stack(tokens), logits
 
 
-def agreement(got: Logits, want: Logits) -> dict[str, Any]:
-    """How near `got` is to `want`. Raises ArithmeticError for a NaN, or another number of steps.
+SHOWN = (
+    "max_difference",
+    "worst_step",
+    "relative_error",
+    "error_to_fp32",
+    "same_argmax",
+    "parted",
+    "largest_gap",
+)
+
+
+def agreement(got: Logits, want: Logits, truth: Logits | None = None) -> dict[str, Any]:
+    """How near `got` is to `want`, and to the `truth` of which `want` is a rounding.
 
     `largest_gap`: between the two best of `want` where the best of `got` is another one. Near
-    nothing: either token was as right as the other.
+    nothing: either token was as right as the other. Raises ArithmeticError for a logit that is not
+    finite.
     """
-    differences, squares, norms, gaps = [], 0.0, 0.0, []
+    differences, gaps = [], []
     for step, (one, other) in enumerate(zip(got, want, strict=True)):
         mine, theirs = one.float(), other.float()
         difference = float((mine - theirs).abs().max())
         if not difference < torch.inf:
             raise ArithmeticError(f"step {step}: a logit is not finite")
         differences.append(difference)
-        squares += float((mine - theirs).square().sum())
-        norms += float(theirs.square().sum())
         best = theirs.topk(2).values
         parted = mine.argmax(-1) != theirs.argmax(-1)
         gaps += (best[:, 0] - best[:, 1])[parted].tolist()
     most = max(differences)
-    count = len(want) * len(want[0])
+    compared = sum(map(len, want))
     return {
         "max_difference": most,
         "worst_step": differences.index(most),
-        "mean_difference": statistics.fmean(differences),  # of the steps' largest
-        "relative_error": (squares / norms) ** 0.5,
-        "same_argmax": 1 - len(gaps) / count,
+        "relative_error": relative_error(got, want),
+        "error_to_fp32": None if truth is None else relative_error(got, truth),
+        "same_argmax": 1 - len(gaps) / compared,
         "parted": len(gaps),
-        "compared": count,
+        "compared": compared,
         "largest_gap": max(gaps, default=None),
-        "differences": differences,
+        "differences": differences,  # the largest of each step
     }
+
+
+def relative_error(got: Logits, want: Logits) -> float:
+    """`||got - want|| / ||want||` over all steps."""
+    pairs = [(one.float(), other.float()) for one, other in zip(got, want, strict=True)]
+    difference = sum(float((one - other).square().sum()) for one, other in pairs)
+    return math.sqrt(difference / sum(float(other.square().sum()) for _, other in pairs))
 
 
 # --- ways -----------------------------------------------------------------------------------
@@ -213,7 +297,6 @@ def forgetful(setting: Setting) -> Iterator[Start]:
 def through_engine(model: PreTrainedModel, prompts: Tensor, tokens: Tensor) -> Logits:
     """The engine, all rows at once; what it shall choose is put into its logits."""
     kept: list[Logits] = [[] for _ in prompts]
-    forced = [*tokens[:, :, 0].T.tolist()]
     params = [
         SamplingParams(
             max_tokens=len(tokens) + 1,
@@ -221,7 +304,7 @@ def through_engine(model: PreTrainedModel, prompts: Tensor, tokens: Tensor) -> L
             ignore_eos=True,
             logits_processors=(_forcing(row, logits),),
         )
-        for row, logits in zip(forced, kept, strict=True)
+        for row, logits in zip(tokens[:, :, 0].T.tolist(), kept, strict=True)
     ]
     pages = len(prompts) * (1 + pages_for(prompts.shape[1] + len(tokens), 16))
     with Engine(twin(model), max_pages=pages, prefix_cache=False) as engine:
@@ -244,6 +327,7 @@ def _forcing(tokens: list[int], kept: Logits) -> LogitsProcessor:
 
 
 WAYS: dict[str, Answer] = {
+    BASE: partial(through_cache, caches.dynamic),
     "paged": partial(through_cache, caches.paged),
     "pageforge": partial(through_cache, caches.pageforge),
     "fast": partial(through_cache, caches.fast),
@@ -251,4 +335,7 @@ WAYS: dict[str, Answer] = {
     "dynamic, rows alone": rows_alone,
     "one token lost": partial(through_cache, forgetful),
 }
-"""What each is called in tables, in their order; the last two are what the others are held by."""
+"""What each is called in tables, in their order. The first shows that nothing else differs from run
+to run, the last two what rounding comes to and what a mistake would."""
+
+CUDA_WAYS = ("fast",)
