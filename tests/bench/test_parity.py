@@ -10,7 +10,7 @@ from rich.console import Console
 from tests.bench.conftest import CPU, only
 
 from pageforge import ops
-from pageforge.bench import parity
+from pageforge.bench import families, parity
 from pageforge.bench.families import FAMILIES, make_attentive
 from pageforge.bench.harness import Budget
 from pageforge.bench.models import cast
@@ -138,8 +138,8 @@ def test_a_model_that_cannot_be_had(tiny: ParityBench, monkeypatch: pytest.Monke
             raise torch.OutOfMemoryError("too large")
         return make_attentive(name, device)
 
-    monkeypatch.setattr(parity, "trained_model", nowhere)
-    monkeypatch.setattr(parity, "make_attentive", too_large)
+    monkeypatch.setattr(families, "trained_model", nowhere)
+    monkeypatch.setattr(families, "make_attentive", too_large)
     tiny.models, tiny.ways = ("smollm2", "tiny-gpt2"), {"paged": WAYS["paged"]}
     parity.run(tiny)
     failed, fine = tiny.report.records

@@ -6,6 +6,7 @@ loses tokens would give nearly the same logits.
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Callable
 from functools import partial
@@ -24,7 +25,10 @@ from transformers import (
     Qwen3Config,
 )
 
-from pageforge.bench.models import SHAPES, model_of
+from pageforge.bench.models import SHAPES, model_of, trained_model
+from pageforge.errors import ModelNotFound
+
+log = logging.getLogger(__name__)
 
 WIDTH = 64
 WIDTH_STD = 0.2
@@ -81,6 +85,19 @@ FAMILIES: dict[str, Callable[[], PreTrainedConfig]] = {
     ),
 }
 """Plain, grouped and latent K/V; a window in all layers and in some; softcap, sinks, experts."""
+
+TRAINED = ("smollm2",)
+"""Shapes whose trained weights are taken where they can be had."""
+
+
+def model_called(name: str, device: torch.device) -> tuple[PreTrainedModel, str]:
+    """A model of FAMILIES or SHAPES in fp32, and whether its weights are "trained" or "random"."""
+    if name in TRAINED:
+        try:
+            return trained_model(name, device, torch.float32), "trained"
+        except ModelNotFound as error:
+            log.warning("random weights instead: %s", error)
+    return make_attentive(name, device), "random"
 
 
 def make_attentive(name: str, device: torch.device) -> PreTrainedModel:

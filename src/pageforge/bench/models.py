@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from tokenizers import Tokenizer, decoders, models
+from torch import Tensor
 from transformers import (
     AutoModelForCausalLM,
     GenerationConfig,
@@ -118,6 +119,19 @@ def _endless(model: PreTrainedModel) -> PreTrainedModel:
     """`model`, which ends no sequence early and draws no token unless asked to."""
     model.generation_config = GenerationConfig(eos_token_id=None, pad_token_id=0)
     return model
+
+
+def written_by(model: PreTrainedModel, rows: int, length: int) -> Tensor:
+    """`[rows, length]` tokens that the model itself draws, each row from a token of its own."""
+    torch.manual_seed(0)
+    first = torch.randint(model.config.vocab_size, (rows, 1)).to(model.device)
+    out: Tensor = model.generate(
+        first,
+        attention_mask=torch.ones_like(first),
+        do_sample=True,
+        max_new_tokens=length - 1,
+    )
+    return out
 
 
 def make_tokenizer(vocab_size: int) -> PreTrainedTokenizerFast:

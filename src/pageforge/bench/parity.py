@@ -9,7 +9,6 @@ distance of each to the same weights in fp32.
 from __future__ import annotations
 
 import contextlib
-import logging
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -24,18 +23,15 @@ from transformers import DynamicCache, PreTrainedModel
 from pageforge.bench import caches
 from pageforge.bench.caches import Sequences, Setting, Start, Way, caller
 from pageforge.bench.context import dtype_name
-from pageforge.bench.families import FAMILIES, make_attentive
+from pageforge.bench.families import FAMILIES, model_called
 from pageforge.bench.harness import Budget, failure
-from pageforge.bench.models import cast, trained_model, twin
+from pageforge.bench.models import cast, twin, written_by
 from pageforge.bench.report import Report, table
 from pageforge.bench.run import Run
 from pageforge.bench.settings import cudnn_attention
 from pageforge.engine.engine import Engine
 from pageforge.engine.params import LogitsProcessor, SamplingParams
-from pageforge.errors import ModelNotFound
 from pageforge.geometry import pages_for
-
-log = logging.getLogger(__name__)
 
 Logits = list[Tensor]
 """`[rows, vocabulary]` after the prompt, and after each token that follows."""
@@ -45,9 +41,6 @@ Answer = Callable[[PreTrainedModel, Tensor, Tensor], Logits]
 
 BASE = "dynamic"
 """What everything is held against."""
-
-TRAINED = ("smollm2",)
-"""Shapes whose trained weights are taken where they can be had."""
 
 DTYPES = {
     "cpu": (torch.float32, torch.bfloat16),
@@ -165,29 +158,6 @@ def _compare_in(
         bench.report.add(section="parity", **case, way=way, **found)
         rows.append((f"{case['dtype']} {way}", *(found[key] for key in SHOWN)))
     return rows
-
-
-def model_called(name: str, device: torch.device) -> tuple[PreTrainedModel, str]:
-    """A model in fp32, and whether its weights are trained or random."""
-    if name in TRAINED:
-        try:
-            return trained_model(name, device, torch.float32), "trained"
-        except ModelNotFound as error:
-            log.warning("random weights instead: %s", error)
-    return make_attentive(name, device), "random"
-
-
-def written_by(model: PreTrainedModel, rows: int, length: int) -> Tensor:
-    """`[rows, length]` tokens that the model itself draws, each row from a token of its own."""
-    torch.manual_seed(0)
-    first = torch.randint(model.config.vocab_size, (rows, 1)).to(model.device)
-    out: Tensor = model.generate(
-        first,
-        attention_mask=torch.ones_like(first),
-        do_sample=True,
-        max_new_tokens=length - 1,
-    )
-    return out
 
 
 def reference(model: PreTrainedModel, prompts: Tensor, steps: int) -> tuple[Tensor, Logits]:

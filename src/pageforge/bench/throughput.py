@@ -32,7 +32,7 @@ from pageforge.bench.engine_probe import (
 )
 from pageforge.bench.harness import failure, percentile, rotated, synchronize
 from pageforge.bench.models import make_model, make_tokenizer, twin
-from pageforge.bench.report import table
+from pageforge.bench.report import mb, table
 from pageforge.bench.run import Run
 from pageforge.bench.serving import (
     BASE,
@@ -326,8 +326,8 @@ def compare(bench: ThroughputBench, workload: str) -> None:
                     of_way["over_generate"],
                     of_way["first_run_s"],
                     of_way["floor_share"],
-                    _mb(of_way.get("mapped_peak_bytes")),
-                    _mb(of_way["peak_bytes"]),
+                    mb(of_way.get("mapped_peak_bytes")),
+                    mb(of_way["peak_bytes"]),
                 )
             )
     columns = ("way", "tokens/s", "low", "high", "/generate", "first run s", "floor share")
@@ -340,10 +340,6 @@ def _title(bench: ThroughputBench, case: Mapping[str, Any]) -> str:
         f"{bench.name}, {case['workload']}: {case['requests']:,} requests, "
         f"{case['prompt_tokens']:,} prompt tokens, {case['new_tokens']:,} new ones"
     )
-
-
-def _mb(num_bytes: int | None) -> float | None:
-    return None if num_bytes is None else num_bytes / 1e6
 
 
 # --- what the engine shares -----------------------------------------------------------------
@@ -386,7 +382,7 @@ def shared_prefix(bench: ThroughputBench) -> None:
         computed,
         once,
         f"{computed / once:.4f}",
-        _mb(found["mapped_peak_bytes"]),
+        mb(found["mapped_peak_bytes"]),
     )
     bench.console.print(table(_title(bench, case), columns, [row]))
     bench.console.print()
