@@ -1,9 +1,10 @@
-"""The sharing benchmark on a tiny model on the CPU: bytes, pages, copies, and who lies about them."""
+"""The sharing benchmark on a tiny model on the CPU: bytes, pages and copies, counted by hand."""
 
 from __future__ import annotations
 
 import io
 from collections import Counter
+from itertools import pairwise
 
 import pytest
 import torch
@@ -205,7 +206,7 @@ def test_the_steps_that_are_recorded_are_even() -> None:
     assert sharing._evenly(5) == [0, 1, 2, 3, 4]
     many = sharing._evenly(1000)
     assert (len(many), many[0], many[-1]) == (sharing.MOST_STEPS, 0, 999)
-    assert set(Counter(b - a for a, b in zip(many, many[1:], strict=False))) == {7, 8}
+    assert set(Counter(b - a for a, b in pairwise(many))) == {7, 8}
 
 
 def test_what_there_is_no_time_for_is_named(tiny: SharingBench) -> None:

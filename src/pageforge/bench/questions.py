@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from pageforge.bench import decode, kernels, throughput
+from pageforge.bench import decode, kernels, parity, sharing, sweep, throughput
 from pageforge.bench.run import Run
 
 
@@ -28,5 +28,8 @@ QUESTIONS = {
         ),
         Question("decode", "How long does a decode step take?", decode.run_all, 25),
         Question("throughput", "How many tokens a second?", throughput.run_all, 30),
+        Question("sweep", "Which page size, and how large a pool?", sweep.run_all, 25),
+        Question("sharing", "What does a common beginning cost?", sharing.run_all, 15),
+        Question("parity", "Do the outputs stay the same?", parity.run_all, 25),
     )
 }

@@ -4,7 +4,15 @@ from __future__ import annotations
 
 import typer
 
-from pageforge.cli import bench_decode, bench_kernels, bench_throughput, options
+from pageforge.cli import (
+    bench_decode,
+    bench_kernels,
+    bench_parity,
+    bench_sharing,
+    bench_sweep,
+    bench_throughput,
+    options,
+)
 
 
 def register(app: typer.Typer) -> None:
@@ -14,6 +22,9 @@ def register(app: typer.Typer) -> None:
         (bench_kernels.kernels, bench_kernels.EXAMPLES),
         (bench_decode.decode, bench_decode.EXAMPLES),
         (bench_throughput.throughput, bench_throughput.EXAMPLES),
+        (bench_sweep.sweep, bench_sweep.EXAMPLES),
+        (bench_sharing.sharing, bench_sharing.EXAMPLES),
+        (bench_parity.parity, bench_parity.EXAMPLES),
     ):
         bench.command(epilog=options.examples(*examples))(command)
     app.add_typer(bench, name="bench")
