@@ -6,10 +6,11 @@ import pytest
 import torch
 from tests.cli.conftest import said
 
+from pageforge.bench.questions import QUESTIONS
 from pageforge.bench.results import read_folder, read_results
 
 
-@pytest.mark.parametrize("command", ["kernels", "decode", "throughput"])
+@pytest.mark.parametrize("command", [*QUESTIONS])
 def test_help_has_examples(invoke, command: str) -> None:
     done = invoke("bench", command, "--help")
     assert done.exit_code == 0
@@ -19,9 +20,7 @@ def test_help_has_examples(invoke, command: str) -> None:
 
 def test_bench_alone_lists_its_commands(invoke) -> None:
     done = invoke("bench")
-    assert "kernels" in done.output
-    assert "decode" in done.output
-    assert "throughput" in done.output
+    assert all(name in done.output for name in QUESTIONS)
 
 
 def test_decode_on_the_cpu(invoke, tmp_path: Path) -> None:
@@ -52,6 +51,34 @@ def test_throughput_on_the_cpu(invoke, tmp_path: Path) -> None:
     assert record["tokens_per_s"] > 0
 
 
+def test_parity_on_the_cpu(invoke, tmp_path: Path) -> None:
+    arguments = ("--device", "cpu", "--model", "tiny-gpt2", "--dtype", "float32", "--steps", "2")
+    done = invoke("bench", "parity", *arguments, "--out", tmp_path / "results")
+    assert done.exit_code == 0, done.output
+    assert "tiny-gpt2: 2 rows, prompt 40, 2 steps" in done.stdout
+    found = read_results(tmp_path / "results" / "parity.jsonl")
+    assert {r["dtype"] for r in found.results} == {"float32"}
+    assert [r["max_difference"] for r in found.results if r["way"] == "paged"] == [0]
+
+
+def test_sharing_on_the_cpu(invoke, tmp_path: Path) -> None:
+    arguments = ("--device", "cpu", "--quick", "--only", "samples", "--branches", "2")
+    done = invoke("bench", "sharing", *arguments, "--out", tmp_path / "results")
+    assert done.exit_code == 0, done.output
+    assert "tiny, samples: 2 sequences" in done.stdout
+    found = read_results(tmp_path / "results" / "sharing.jsonl")
+    assert {r["case"] for r in found.results} == {"samples"}
+    assert {r["pages_left"] for r in found.results if r["section"] == "sharing"} == {None, 0}
+
+
+def test_sweep_on_the_cpu(invoke, tmp_path: Path) -> None:
+    arguments = ("--device", "cpu", "--quick", "--only", "step", "--page-size", "32")
+    done = invoke("bench", "sweep", *arguments, "--out", tmp_path / "results")
+    assert done.exit_code == 0, done.output
+    found = read_results(tmp_path / "results" / "sweep.jsonl")
+    assert [(r["section"], r["page_size"]) for r in found.results] == [("step", 32)]
+
+
 @pytest.mark.parametrize(
     ("arguments", "code", "message"),
     [
@@ -64,6 +91,12 @@ def test_throughput_on_the_cpu(invoke, tmp_path: Path) -> None:
         (("throughput", "--only", "everything"), 2, "expected one of first-token, uniform"),
         (("throughput", "--way", "magic"), 2, "expected one of engine, engine compiled"),
         (("throughput", "--dtype", "int8"), 2, "expected one of float32, float16"),
+        (("parity", "--model", "gpt5"), 2, "expected one of tiny-gpt2"),
+        (("parity", "--dtype", "int8"), 2, "expected one of float32, float16"),
+        (("sharing", "--only", "nothing"), 2, "expected one of beams, samples"),
+        (("sharing", "--branches", "1"), 2, "--branches"),
+        (("sweep", "--only", "nothing"), 2, "expected one of step, kernel"),
+        (("sweep", "--page-size", "17"), 2, "expected one of 8, 16, 32"),
         (("decode", "--device", "toaster"), 1, "expected cpu or cuda"),
     ],
 )

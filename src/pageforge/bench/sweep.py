@@ -22,7 +22,7 @@ from pageforge.bench.caches import Setting, Start
 from pageforge.bench.ceilings import read_ceiling
 from pageforge.bench.decode_context import DecodeBench
 from pageforge.bench.engine_probe import StepLog
-from pageforge.bench.harness import Budget, Candidate, failure, measure, percentile, quartiles
+from pageforge.bench.harness import Budget, Candidate, failure, measure, quartiles
 from pageforge.bench.models import make_model, make_tokenizer
 from pageforge.bench.problems import SHAPES, Heads, PagedKV, Problem
 from pageforge.bench.report import Report, mb, table
@@ -146,7 +146,8 @@ def step(bench: SweepBench) -> None:
                     failures[str(size)] = failure(error)
             lanes, failed = race_steps(decode, starts, bench.batch, bench.context, count)
         failures |= failed
-        fastest = min((percentile(lane.seconds, 50) for lane in lanes.values()), default=math.nan)
+        times = {lane: quartiles(lanes[lane].seconds) for lane in lanes}
+        fastest = min((middle for _, middle, _ in times.values()), default=math.nan)
         for size in bench.page_sizes:
             case = {
                 "way": name,
@@ -159,9 +160,9 @@ def step(bench: SweepBench) -> None:
                 bench.report.add(section="step", **case, failure=reason)
                 rows.append((f"{name}, {size}", reason))
                 continue
-            low, middle, high = (1e3 * value for value in quartiles(lanes[str(size)].seconds))
-            found = {"p25_ms": low, "p50_ms": middle, "p75_ms": high}
-            found["over_fastest"] = middle / 1e3 / fastest
+            low, middle, high = times[str(size)]
+            found = {"p25_ms": 1e3 * low, "p50_ms": 1e3 * middle, "p75_ms": 1e3 * high}
+            found["over_fastest"] = middle / fastest
             bench.report.add(section="step", **case, **found)
             rows.append((f"{name}, {size}", *found.values()))
     title = f"{bench.name}: a decode step, batch {bench.batch}, prompt {bench.context}"
