@@ -101,7 +101,7 @@ def run(bench: ParityBench) -> None:
         for name in bench.models:
             if bench.budget.allows(name):
                 rows = _compare(bench, name)
-                columns = ("way", "max |diff|", "at step", "rel. error", "to fp32", "same argmax")
+                columns = ("way", "max abs diff", "at step", "rel. error", "to fp32", "same argmax")
                 title = f"{name}: {bench.rows} rows, prompt {bench.prompt}, {bench.steps} steps"
                 bench.console.print(table(title, (*columns, "parted", "largest gap"), rows))
                 bench.console.print()

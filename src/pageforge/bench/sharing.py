@@ -7,7 +7,6 @@ how many are copied when one of them writes.
 from __future__ import annotations
 
 import copy
-import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import partial
@@ -37,6 +36,8 @@ BASE = "dynamic"
 MOST_STEPS = 128
 """Steps of a way that are recorded, evenly over its run. Peaks are of all steps."""
 
+TINY = "tiny"
+CPU_NEW_TOKENS = 40
 QUICK_PROMPT, QUICK_OWN, QUICK_NEW_TOKENS = 40, 5, 16
 
 
@@ -60,18 +61,18 @@ class SharingBench:
     page_size: int = 16
     cases: Mapping[str, Mapping[str, Way]] = field(default_factory=lambda: CASES)
 
-    @functools.cached_property
-    def common(self) -> Tensor:
-        """`[1, prompt]`: what all begin with."""
-        return written_by(self.model, 1, self.prompt)
+    common: Tensor = field(init=False)
+    """`[1, prompt]`: what all begin with."""
+    questions: list[Tensor] = field(init=False)
+    """`[1, prompt + own]` for each sequence after the system prompt."""
 
-    @functools.cached_property
-    def questions(self) -> list[Tensor]:
-        """`[1, prompt + own]` for each sequence after the system prompt."""
+    def write_prompts(self) -> None:
+        """Make the tokens that all ways are given. The model draws the common ones itself."""
+        self.common = written_by(self.model, 1, self.prompt)
         generator = torch.Generator().manual_seed(0)
         size = (self.branches, 1, self.own)
         own = torch.randint(self.model.config.vocab_size, size, generator=generator)
-        return [torch.cat([self.common, each], 1) for each in own.to(self.model.device)]
+        self.questions = [torch.cat([self.common, each], 1) for each in own.to(self.model.device)]
 
 
 @dataclass(frozen=True)
@@ -94,13 +95,16 @@ def run_all(run_of: Run) -> None:
 
 def bench_of(run_of: Run) -> SharingBench:
     """What is measured in a run; on CUDA in bf16."""
-    name = run_of.model or ("tiny" if run_of.quick else "smollm2")
+    name = run_of.model or (TINY if run_of.quick else "smollm2")
     model, weights = model_called(name, run_of.device)
     if not run_of.on_cpu:
         model = cast(model, torch.bfloat16)
     bench = SharingBench(model, name, weights, run_of.report, run_of.console, run_of.budget)
-    if run_of.quick:
-        bench.prompt, bench.own, bench.new_tokens = QUICK_PROMPT, QUICK_OWN, QUICK_NEW_TOKENS
+    if run_of.on_cpu:
+        bench.new_tokens = CPU_NEW_TOKENS
+    if run_of.quick or name == TINY:
+        bench.prompt, bench.own, bench.new_tokens = TINY = "tiny"
+QUICK_PROMPT, QUICK_OWN, QUICK_NEW_TOKENS
     return bench
 
 
@@ -108,6 +112,7 @@ def bench_of(run_of: Run) -> SharingBench:
 def run(bench: SharingBench) -> None:
     """Each case, its ways one after the other."""
     with cudnn_attention(False):
+        bench.write_prompts()  # which also has the first calls take what they take
         for name, ways in bench.cases.items():
             rows = _case(bench, name, ways)
             if rows:
@@ -122,6 +127,7 @@ def run(bench: SharingBench) -> None:
 COLUMNS = (
     "way",
     "cache MB",
+    "at the end",
     "pages' MB",
     "dynamic over it",
     "peak MB",
@@ -176,7 +182,6 @@ def _measure(bench: SharingBench, way: Way) -> tuple[Tensor, list[Step], dict[st
     model = twin(bench.model)
     if way.attention is not None:
         model.set_attn_implementation(way.attention)
-    bench.questions  # noqa: B018  made before memory is looked at
     steps: list[Step] = []
     meter = Meter(model.device)
     held = way.hold(model, bench.page_size)
@@ -216,14 +221,14 @@ def _most(steps: Sequence[Step], taken: Mapping[str, int | None]) -> dict[str, A
     }
 
 
-def _peak(steps: Sequence[Step], field_name: str) -> int | None:
-    values = [getattr(step, field_name) for step in steps]
+def _peak(steps: Sequence[Step], name: str) -> int | None:
+    values = [getattr(step, name) for step in steps]
     return None if None in values else max(values)
 
 
 def _cells(found: Mapping[str, Any]) -> Iterator[object]:
     """A way's cells in the table, in the order of COLUMNS."""
-    for key in ("cache_peak_bytes", "pages_peak_bytes"):
+    for key in ("cache_peak_bytes", "cache_end_bytes", "pages_peak_bytes"):
         yield mb(found[key])
     yield found.get("dynamic_over")
     yield mb(found["peak_bytes"])
@@ -243,61 +248,40 @@ def _evenly(count: int) -> list[int]:
 
 def beams(bench: SharingBench, caches: Caches) -> Tensor:
     """Beam search as users call it: transformers computes the prompt once for each beam."""
-    return _generate(bench, caches, caches.new(), bench.common, num_beams=bench.branches)
+    return _search(bench, caches, caches.new())
 
 
 def beams_of_one(bench: SharingBench, caches: Caches) -> Tensor:
     """Beam search on a cache that has the prompt computed once, for all beams."""
-    cache = _computed_once(bench, caches)
-    return _generate(bench, caches, cache, bench.common, num_beams=bench.branches)
+    return _search(bench, caches, _computed_once(bench, caches))
 
 
 def samples(bench: SharingBench, caches: Caches) -> Tensor:
     """Samples as users call for them: a batch, with the prompt computed for each."""
-    return _generate(
-        bench,
-        caches,
-        caches.new(),
-        bench.common,
-        do_sample=True,
-        num_return_sequences=bench.branches,
-    )
+    return _draw(bench, caches, caches.new(), bench.branches)
 
 
 def samples_of_one(bench: SharingBench, caches: Caches) -> Tensor:
     """A batch of samples on a cache that has the prompt computed once."""
-    return _generate(
-        bench,
-        caches,
-        _computed_once(bench, caches),
-        bench.common,
-        do_sample=True,
-        num_return_sequences=bench.branches,
-    )
+    return _draw(bench, caches, _computed_once(bench, caches), bench.branches)
 
 
 def forks(bench: SharingBench, caches: Caches) -> Tensor:
     """Samples one after the other, each in a copy of the prompt's cache; all copies live on."""
     prompt = _prefill(caches, bench.common[:, :-1])
     return torch.cat(
-        [
-            _generate(bench, caches, _copied(caches, prompt), bench.common, do_sample=True)
-            for _ in range(bench.branches)
-        ]
+        [_draw(bench, caches, _copied(caches, prompt), 1) for _ in range(bench.branches)]
     )
 
 
 def continuations(bench: SharingBench, caches: Caches) -> Tensor:
     """Questions one after the other, each in a copy of the system prompt's cache; all live on.
 
-    transformers' own recipe for a prompt that is used again.
+    It is transformers' own recipe for a prompt that is used again.
     """
     system = _prefill(caches, bench.common)
     return torch.cat(
-        [
-            _generate(bench, caches, _copied(caches, system), question)
-            for question in bench.questions
-        ]
+        [_generate(bench, caches, _copied(caches, system), each) for each in bench.questions]
     )
 
 
@@ -309,6 +293,14 @@ def samples_served(bench: SharingBench, served: Served) -> Tensor:
 def continuations_served(bench: SharingBench, served: Served) -> Tensor:
     """All questions at once to an engine that knows shared prefixes."""
     return _answer(bench, served, bench.questions, temperature=0)
+
+
+def _search(bench: SharingBench, caches: Caches, cache: Cache) -> Tensor:
+    return _generate(bench, caches, cache, bench.common, num_beams=bench.branches)
+
+
+def _draw(bench: SharingBench, caches: Caches, cache: Cache, count: int) -> Tensor:
+    return _generate(bench, caches, cache, bench.common, do_sample=True, num_return_sequences=count)
 
 
 def _generate(

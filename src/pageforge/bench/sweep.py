@@ -52,6 +52,7 @@ STEP_WAYS = {
 KERNEL_SHAPES = ("1x8k", "32x512", "32x4k")
 KERNEL_REPEATS = 5
 
+TINY = "tiny"
 QUICK_PAGE_SIZES = (8, 16, 64, 256)
 
 
@@ -90,7 +91,7 @@ def run_all(run_of: Run) -> None:
 def bench_of(run_of: Run) -> SweepBench:
     """What is swept in a run; on the CPU few requests, a quarter as long."""
     on_cpu, quick = run_of.on_cpu, run_of.quick
-    default = "gpt2" if not on_cpu else "tiny" if quick else "smollm2"
+    default = "gpt2" if not on_cpu else TINY if quick else "smollm2"
     name = run_of.model or default
     model = make_model(name, run_of.device)
     positions = int(model.config.max_position_embeddings)
@@ -108,6 +109,7 @@ def bench_of(run_of: Run) -> SweepBench:
         bench.batch, bench.steps, bench.repeats = 8, 40, 1
     if quick:
         bench.page_sizes = QUICK_PAGE_SIZES
+    if quick or name == TINY:
         bench.size = Size(positions, shrink=16, requests=12)
         bench.batch, bench.context, bench.steps, bench.repeats = 4, 64, 21, 1
     return bench
