@@ -15,6 +15,7 @@ from pageforge.bench import sharing
 from pageforge.bench.branches import Paged, Step
 from pageforge.bench.families import make_attentive
 from pageforge.bench.harness import Budget
+from pageforge.bench.memory_use import MemoryUse
 from pageforge.bench.models import twin
 from pageforge.bench.report import Report
 from pageforge.bench.run import Run
@@ -225,11 +226,10 @@ def test_a_quick_run_is_of_a_tiny_model(report: Report) -> None:
 
 def test_peaks_need_every_step() -> None:
     steps = [Step(3, 10, 8, 1, 1, 0, 0), Step(4, 30, 8, 2, 3, 1, 2)]
-    taken = {"mapped_bytes": 5, "peak_bytes": 40, "torch_peak_bytes": None}
-    most = sharing._most(steps, taken)
+    most = sharing._most(steps, MemoryUse(mapped_bytes=5, peak_bytes=40))
     assert (most["cache_peak_bytes"], most["cache_end_bytes"], most["peak_bytes"]) == (30, 30, 40)
-    on_cuda = sharing._most(steps, {**taken, "torch_peak_bytes": 100})
+    on_cuda = sharing._most(steps, MemoryUse(5, 40, torch_peak_bytes=100))
     assert on_cuda["peak_bytes"] == 130  # a pool is not in torch's allocator
-    dense = sharing._most([Step(3, 10)], {**taken, "torch_peak_bytes": 100})
+    dense = sharing._most([Step(3, 10)], MemoryUse(5, 40, torch_peak_bytes=100))
     assert dense["peak_bytes"] == 100
     assert dense["pages_used"] is None

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import gc
 import re
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -15,74 +15,84 @@ from torch import Tensor
 from transformers.cache_utils import Cache
 
 from pageforge.bench.harness import synchronize
+from pageforge.bench.settings import give_back
 
 PROCESS = Path("/proc/self")
 
 NEW_PEAK = "5"
-"""What `clear_refs` takes for: the peak begins anew with what is resident now."""
+"""Written to `clear_refs`: the process's peak begins anew with what is resident now."""
+
+
+@dataclass(frozen=True)
+class MemoryUse:
+    """Bytes over what was taken when the meter was made; None where the system does not say.
+
+    `mapped_bytes`: given now. `peak_bytes`: the most since the peak began. `torch_peak_bytes`: what
+    torch's CUDA allocator alone calls its peak, in which a pool's pages are not.
+    """
+
+    mapped_bytes: int | None
+    peak_bytes: int | None
+    torch_peak_bytes: int | None = None
 
 
 class Meter:
-    """Bytes that have been taken since the meter was made.
+    """Measures what has been taken since it was made: alone, so nothing else may come or go.
 
-    On CUDA the whole device is measured, on the CPU this process's own memory, so nothing else may
-    come or go meanwhile. What torch or the C library keeps for later is given back before each
-    reading. Where the system says nothing (macOS, Windows) the bytes are None.
+    On CUDA that is the whole device's memory, on the CPU this process's own (no files). What torch
+    and the C library keep for later is given back before each reading, so that it does not count.
     """
 
     def __init__(self, device: torch.device):
         self._device = device
         give_back(device)
-        self._before = _taken(device)
+        self._give_back_spare()
+        self._before = self._given()
         self._resident = _status("VmRSS")
-        self._allocated = torch.cuda.memory_allocated(device) if device.type == "cuda" else 0
+        self._allocated = torch.cuda.memory_allocated(device) if self._on_cuda else 0
 
-    def begin(self) -> None:
-        """The peak begins anew."""
-        if self._device.type == "cuda":
+    def begin_peak(self) -> None:
+        """The peak begins anew with what is taken now."""
+        if self._on_cuda:
             torch.cuda.reset_peak_memory_stats(self._device)
         else:
-            with contextlib.suppress(OSError):
+            with contextlib.suppress(OSError):  # not Linux, or no right to
                 (PROCESS / "clear_refs").write_text(NEW_PEAK)
 
-    def read(self) -> dict[str, int | None]:
-        """`mapped_bytes` now, and `peak_bytes`, the most since `begin`.
-
-        On CUDA the peak is what is mapped now, and what torch's allocator had given at its own
-        peak beyond what it still has given; `torch_peak_bytes` is that peak alone, over what it was
-        before, in which a pool's pages are not.
-        """
-        if self._device.type == "cuda":
-            return self._read_cuda()
-        peak = _difference(_status("VmHWM"), self._resident)
-        give_back(self._device)
-        mapped = _difference(_taken(self._device), self._before)
-        if mapped is not None and peak is not None:
-            peak = max(peak, mapped)  # the kernel keeps the peak by rough counts
-        return {"mapped_bytes": mapped, "peak_bytes": peak, "torch_peak_bytes": None}
-
-    def _read_cuda(self) -> dict[str, int | None]:
+    def read(self) -> MemoryUse:
+        """What is taken now, and what was at the peak."""
+        if not self._on_cuda:
+            peak = _difference(_status("VmHWM"), self._resident)
+            self._give_back_spare()
+            mapped = _difference(self._given(), self._before)
+            if mapped is not None and peak is not None:
+                peak = max(peak, mapped)  # the kernel keeps it by rough counts
+            return MemoryUse(mapped, peak)
         synchronize(self._device)
         most = torch.cuda.max_memory_allocated(self._device)
         gone = most - torch.cuda.memory_allocated(self._device)
-        give_back(self._device)
-        mapped = _difference(_taken(self._device), self._before)
-        return {
-            "mapped_bytes": mapped,
-            "peak_bytes": None if mapped is None else mapped + gone,
-            "torch_peak_bytes": most - self._allocated,
-        }
+        self._give_back_spare()
+        mapped = _difference(self._given(), self._before)
+        peak = None if mapped is None else mapped + gone
+        return MemoryUse(mapped, peak, most - self._allocated)
 
+    @property
+    def _on_cuda(self) -> bool:
+        return self._device.type == "cuda"
 
-def give_back(device: torch.device) -> None:
-    """Have torch and the C library give back the memory that they keep for later."""
-    gc.collect()
-    if device.type == "cuda":
-        synchronize(device)
-        torch.cuda.empty_cache()
-        return
-    with contextlib.suppress(AttributeError, OSError, TypeError):  # glibc alone has it
-        ctypes.CDLL(None).malloc_trim(0)
+    def _given(self) -> int | None:
+        if self._on_cuda:
+            free, total = torch.cuda.mem_get_info(self._device)
+            return total - free
+        return _status("RssAnon")
+
+    def _give_back_spare(self) -> None:
+        if self._on_cuda:
+            synchronize(self._device)
+            torch.cuda.empty_cache()
+        else:
+            with contextlib.suppress(AttributeError, OSError, TypeError):  # not glibc
+                ctypes.CDLL(None).malloc_trim(0)
 
 
 def storage_bytes(cache: Cache) -> int:
@@ -104,24 +114,13 @@ def _tensors(value: Any) -> Iterator[Tensor]:
             yield from _tensors(item)
 
 
-def _taken(device: torch.device) -> int | None:
-    """Of the device, or by this process without files."""
-    if device.type == "cuda":
-        free, total = torch.cuda.mem_get_info(device)
-        return total - free
-    return _kilobytes("smaps_rollup", "Anonymous")
-
-
 def _status(name: str) -> int | None:
-    return _kilobytes("status", name)
-
-
-def _kilobytes(file: str, name: str) -> int | None:
-    """A line of a file in /proc/self, as bytes."""
+    """A line of /proc/self/status, in bytes."""
     try:
-        found = re.search(rf"^{name}:\s+(\d+) kB$", (PROCESS / file).read_text(), re.MULTILINE)
+        text = (PROCESS / "status").read_text()
     except OSError:
         return None
+    found = re.search(rf"^{name}:\s+(\d+) kB$", text, re.MULTILINE)
     return None if found is None else int(found[1]) * 1024
 
 

@@ -22,7 +22,7 @@ from pageforge.bench.branches import Caches, Dense, Held, Paged, Served, Step
 from pageforge.bench.context import dtype_name
 from pageforge.bench.families import model_called
 from pageforge.bench.harness import Budget, failure
-from pageforge.bench.memory_use import Meter
+from pageforge.bench.memory_use import MemoryUse, Meter
 from pageforge.bench.models import cast, twin, written_by
 from pageforge.bench.report import Report, mb, table
 from pageforge.bench.run import Run
@@ -103,8 +103,7 @@ def bench_of(run_of: Run) -> SharingBench:
     if run_of.on_cpu:
         bench.new_tokens = CPU_NEW_TOKENS
     if run_of.quick or name == TINY:
-        bench.prompt, bench.own, bench.new_tokens = TINY = "tiny"
-QUICK_PROMPT, QUICK_OWN, QUICK_NEW_TOKENS
+        bench.prompt, bench.own, bench.new_tokens = QUICK_PROMPT, QUICK_OWN, QUICK_NEW_TOKENS
     return bench
 
 
@@ -187,7 +186,7 @@ def _measure(bench: SharingBench, way: Way) -> tuple[Tensor, list[Step], dict[st
     held = way.hold(model, bench.page_size)
     try:
         torch.manual_seed(0)
-        meter.begin()
+        meter.begin_peak()
         with held.watched(steps):
             tokens = way.run(bench, held)
         taken = meter.read()
@@ -196,7 +195,7 @@ def _measure(bench: SharingBench, way: Way) -> tuple[Tensor, list[Step], dict[st
     return tokens, steps, {**_most(steps, taken), "pages_left": left}
 
 
-def _most(steps: Sequence[Step], taken: Mapping[str, int | None]) -> dict[str, Any]:
+def _most(steps: Sequence[Step], taken: MemoryUse) -> dict[str, Any]:
     """The most of everything at any step.
 
     `peak_bytes`: of all that was taken, activations included. On the CPU as the system says. On
@@ -204,9 +203,9 @@ def _most(steps: Sequence[Step], taken: Mapping[str, int | None]) -> dict[str, A
     """
     cache_peak = _peak(steps, "cache_bytes")
     pages_peak = _peak(steps, "pages_bytes")
-    peak = taken["peak_bytes"]
-    if (torch_peak := taken["torch_peak_bytes"]) is not None:
-        peak = torch_peak + (0 if pages_peak is None else cache_peak or 0)
+    peak = taken.peak_bytes
+    if taken.torch_peak_bytes is not None:
+        peak = taken.torch_peak_bytes + (0 if pages_peak is None else cache_peak or 0)
     return {
         "steps": len(steps),
         "tokens": steps[-1].tokens,
