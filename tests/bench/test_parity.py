@@ -17,7 +17,7 @@ from pageforge.bench.models import cast
 from pageforge.bench.parity import BASE, WAYS, ParityBench
 from pageforge.bench.report import Report
 from pageforge.bench.run import Run
-from pageforge.errors import ModelNotFound
+from pageforge.errors import ModelNotFound, UnsupportedModel
 
 OURS = ("paged", "pageforge", "engine")
 ON_CPU = {name: way for name, way in WAYS.items() if name not in parity.CUDA_WAYS}
@@ -155,6 +155,17 @@ def test_a_cast_model_shares_buffers_and_keeps_its_own_weights() -> None:
     assert other.dtype == other.config.dtype == torch.bfloat16
     pairs = zip(model.buffers(), other.buffers(), strict=True)
     assert all(one is two for one, two in pairs)
+
+
+def test_ways_that_are_left_out_are_really_refused(tiny: ParityBench) -> None:
+    tiny.models = tuple(parity.REFUSED)
+    parity.run(tiny)
+    assert {r["way"] for r in tiny.report.records} == {*ON_CPU} - {"engine"}
+    prompts, tokens = torch.ones(1, 4, dtype=torch.long), torch.ones(2, 1, 1, dtype=torch.long)
+    for name, ways in parity.REFUSED.items():
+        for way in ways:
+            with pytest.raises(UnsupportedModel):
+                WAYS[way](make_attentive(name, CPU), prompts, tokens)
 
 
 def test_what_a_run_compares(report: Report) -> None:

@@ -4,18 +4,21 @@ from pathlib import Path
 
 import pytest
 import torch
+from tests.bench.written import write
 from tests.cli.conftest import said
 
-from pageforge.bench.questions import QUESTIONS
+from pageforge.bench.questions import QUESTIONS, Question
 from pageforge.bench.results import read_folder, read_results
+from pageforge.bench.run import Run
+from pageforge.cli import bench_all
 
 
-@pytest.mark.parametrize("command", [*QUESTIONS])
+@pytest.mark.parametrize("command", ["all", "check", "compare", *QUESTIONS])
 def test_help_has_examples(invoke, command: str) -> None:
     done = invoke("bench", command, "--help")
     assert done.exit_code == 0
     assert f"pageforge bench {command}" in said(done.stdout)
-    assert "--out" in done.stdout
+    assert ("--out" in done.stdout) is (command not in ("check", "compare"))
 
 
 def test_bench_alone_lists_its_commands(invoke) -> None:
@@ -23,18 +26,63 @@ def test_bench_alone_lists_its_commands(invoke) -> None:
     assert all(name in done.output for name in QUESTIONS)
 
 
-def test_decode_on_the_cpu(invoke, tmp_path: Path) -> None:
+def test_latency_on_the_cpu(invoke, tmp_path: Path) -> None:
     out = tmp_path / "results"
-    arguments = ("--device", "cpu", "--way", "dynamic", "--way", "paged", "--batch", "1")
-    done = invoke("bench", "decode", *arguments, "--prompt", "5", "--out", out, "--commit", "abc")
+    ways = ("--way", "dynamic", "--way", "paged")
+    sizes = ("--model", "tiny", "--batch", "1", "--steps", "4", "--only", "steps")
+    arguments = ("--device", "cpu", *ways, *sizes)
+    done = invoke("bench", "latency", *arguments, "--prompt", "5", "--out", out, "--commit", "abc")
     assert done.exit_code == 0, done.output
-    assert "batch 1, prompt 5, 8 steps" in done.stdout
-    found = read_results(out / "decode.jsonl")
+    assert "tiny, batch 1, prompt 5, 4 steps" in done.stdout
+    found = read_results(out / "latency.jsonl")
     assert found.complete
     assert found.machine["commit"] == "abc"
-    steps = [r for r in found.results if r["section"] == "step"]
+    steps = [r for r in found.results if r["section"] == "steps"]
     assert [r["way"] for r in steps] == ["dynamic", "paged"]
     assert "cuDNN attention on" not in done.stdout
+
+
+def test_all_questions(invoke, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def measure(run: Run) -> None:
+        run.report.add(section="s", model=run.model, quick=run.quick)
+
+    asked = {
+        "one": Question("one", "One?", measure, 5),
+        "two": Question("two", "Two?", measure, 5, needs_cuda=True),
+    }
+    monkeypatch.setattr(bench_all, "QUESTIONS", asked)
+    out = tmp_path / "results"
+    done = invoke("bench", "all", "--quick", "--device", "cpu", "--model", "gpt2", "--out", out)
+    assert done.exit_code == 0, done.output
+    one, two = read_folder(out)
+    assert one.results == [{"section": "s", "model": "gpt2", "quick": True}]
+    assert "needs a CUDA device" in two.results[0]["failure"]
+    assert "two: RuntimeError: needs a CUDA device" in done.stdout
+    assert done.stdout.index("one: One?") < done.stdout.index("two: Two?")
+
+
+def test_compare(invoke, tmp_path: Path) -> None:
+    for name, value in (("a", 1.0), ("b", 3.0)):
+        write(tmp_path / name, "vram", {"section": "s", "value_ms": value})
+    done = invoke("bench", "compare", tmp_path / "a", tmp_path / "b")
+    assert done.exit_code == 0, done.output
+    assert "its one case  value_ms  1  3  3.000      -" in done.stdout
+    (tmp_path / "b" / "vram.jsonl").write_text("something else\n")
+    done = invoke("bench", "compare", tmp_path / "a", tmp_path / "b")
+    assert done.exit_code == 1
+    assert "vram.jsonl, line 1: not JSON" in said(done.stderr)
+
+
+def test_check(invoke, tmp_path: Path) -> None:
+    record = {"section": "memory", "pages_claimed": 5, "pages_returned": 5}
+    write(tmp_path, "latency", record)
+    done = invoke("bench", "check", tmp_path)
+    assert done.exit_code == 0, done.output
+    assert "1 files, 1 results: nothing wrong" in done.stdout
+    write(tmp_path, "latency", {**record, "pages_returned": 4})
+    done = invoke("bench", "check", tmp_path)
+    assert done.exit_code == 1
+    assert "pages_claimed 5, but pages_returned 4" in said(done.stderr)
 
 
 def test_throughput_on_the_cpu(invoke, tmp_path: Path) -> None:
@@ -84,10 +132,14 @@ def test_sweep_on_the_cpu(invoke, tmp_path: Path) -> None:
     [
         (("kernels", "--only", "nothing"), 2, "expected one of decode, ragged"),
         (("kernels", "--peer-wheels", "/nowhere"), 2, "does not exist"),
-        (("decode", "--model", "gpt5"), 2, "expected one of gpt2"),
-        (("decode", "--way", "magic"), 2, "expected one of dynamic"),
-        (("decode", "--device", "cpu", "--out", "/nowhere/out"), 2, "no such folder"),
-        (("decode", "--device", "cpu", "--prompt", "200"), 2, "expected at most 119"),
+        (("latency", "--model", "gpt5"), 2, "expected one of gpt2"),
+        (("latency", "--way", "magic"), 2, "expected one of dynamic"),
+        (("latency", "--device", "cpu", "--out", "/nowhere/out"), 2, "no such folder"),
+        (("latency", "--model", "tiny", "--device", "cpu", "--prompt", "200"), 2, "at most 119"),
+        (("latency", "--only", "nothing"), 2, "expected one of steps, padded"),
+        (("all",), 2, "Missing option '--out'"),
+        (("all", "--model", "gpt5", "--out", "/nowhere/out"), 2, "expected one of gpt2"),
+        (("all", "--device", "cpu", "--out", "/nowhere/out"), 2, "no such folder"),
         (("throughput", "--only", "everything"), 2, "expected one of first-token, uniform"),
         (("throughput", "--way", "magic"), 2, "expected one of engine, engine compiled"),
         (("throughput", "--dtype", "int8"), 2, "expected one of float32, float16"),
@@ -97,7 +149,8 @@ def test_sweep_on_the_cpu(invoke, tmp_path: Path) -> None:
         (("sharing", "--branches", "1"), 2, "--branches"),
         (("sweep", "--only", "nothing"), 2, "expected one of step, kernel"),
         (("sweep", "--page-size", "17"), 2, "expected one of 8, 16, 32"),
-        (("decode", "--device", "toaster"), 1, "expected cpu or cuda"),
+        (("compare", "/nowhere", "/nowhere"), 2, "does not exist"),
+        (("latency", "--device", "toaster"), 1, "expected cpu or cuda"),
     ],
 )
 def test_bad_input(invoke, arguments: tuple[str, ...], code: int, message: str) -> None:

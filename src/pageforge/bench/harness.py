@@ -7,9 +7,11 @@ import statistics
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
+
+T = TypeVar("T")
 
 SPIN_CYCLES = 2_000_000
 """About 1 ms on the device before a timed replay: the host has queued it when it begins."""
@@ -49,19 +51,28 @@ class Timing:
         return self.failure is None
 
 
+Told = Callable[[str, float], None]
+"""Called with what begins, and the share of the time that is gone."""
+
+
 class Budget:
     """Seconds that a run may take. What does not fit is left out, by name."""
 
-    def __init__(self, seconds: float | None):
-        self._end = math.inf if seconds is None else time.monotonic() + seconds
+    def __init__(self, seconds: float | None, told: Told | None = None):
+        self._begin = time.monotonic()
+        self._seconds = math.inf if seconds is None else seconds
+        self._told = told
         self.left_out: list[str] = []
 
     def allows(self, what: str) -> bool:
         """Whether there is time for `what`; if not, it is noted."""
-        if time.monotonic() < self._end:
-            return True
-        self.left_out.append(what)
-        return False
+        gone = time.monotonic() - self._begin
+        if gone >= self._seconds:
+            self.left_out.append(what)
+            return False
+        if self._told is not None:
+            self._told(what, gone / self._seconds)
+        return True
 
 
 def measure(
@@ -154,7 +165,7 @@ def failure(exception: Exception) -> str:
     return f"{kind}: {lines[0][:300]}"
 
 
-def rotated(items: Sequence[str], by: int) -> list[str]:
+def rotated(items: Sequence[T], by: int) -> list[T]:
     """`items`, beginning with another one for each `by`."""
     shift = by % len(items) if items else 0
     return [*items[shift:], *items[:shift]]

@@ -6,8 +6,7 @@ The same workload and the same decode step for every page size, all of them by t
 from __future__ import annotations
 
 import contextlib
-import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -20,17 +19,17 @@ from pageforge.bench import caches
 from pageforge.bench.attention import ours
 from pageforge.bench.caches import Setting, Start
 from pageforge.bench.ceilings import read_ceiling
-from pageforge.bench.decode_context import DecodeBench
 from pageforge.bench.engine_probe import StepLog
-from pageforge.bench.harness import Budget, Candidate, failure, measure, quartiles
+from pageforge.bench.harness import Budget, Candidate, failure, measure, percentile, quartiles
+from pageforge.bench.latency_context import LatencyBench
 from pageforge.bench.models import make_model, make_tokenizer
 from pageforge.bench.problems import SHAPES, Heads, PagedKV, Problem
 from pageforge.bench.report import Report, mb, table
-from pageforge.bench.run import Run
+from pageforge.bench.run import Run, run_sections
 from pageforge.bench.serving import Way as ServingWay
 from pageforge.bench.serving import engine
 from pageforge.bench.settings import cudnn_attention
-from pageforge.bench.steps import WARMUP
+from pageforge.bench.steps import WARMUP, times
 from pageforge.bench.steps import race as race_steps
 from pageforge.bench.throughput import quiet, rates
 from pageforge.bench.throughput import race as race_workload
@@ -116,16 +115,11 @@ def bench_of(run_of: Run) -> SweepBench:
 
 
 @torch.no_grad()
-def run(bench: SweepBench, only: Sequence[str] = ()) -> None:
-    """The parts named, or all, in order; one that cannot run says so, and the others go on."""
+def run(bench: SweepBench, only: Collection[str] = ()) -> None:
+    """The parts named, or all that the device can do, in order."""
+    every = ON_CPU if bench.device.type == "cpu" else tuple(PARTS)
     with cudnn_attention(False), quiet():
-        for name, part in PARTS.items():
-            if (not only or name in only) and bench.budget.allows(name):
-                try:
-                    part(bench)
-                except Exception as error:
-                    bench.report.add(section=name, failure=failure(error))
-                    bench.console.print(f"{name}: {failure(error)}\n")
+        run_sections(bench, PARTS, only or every)
 
 
 # --- a decode step --------------------------------------------------------------------------
@@ -133,8 +127,8 @@ def run(bench: SweepBench, only: Sequence[str] = ()) -> None:
 
 def step(bench: SweepBench) -> None:
     """Milliseconds of a whole step: eager, and on CUDA as a graph."""
-    decode = DecodeBench(bench.model, bench.name, bench.report, bench.console, bench.budget)
-    count = min(bench.steps, decode.positions - bench.context - WARMUP)
+    latency = LatencyBench(bench.model, bench.name, bench.report, bench.console, bench.budget)
+    count = min(bench.steps, latency.positions - bench.context - WARMUP)
     rows: list[tuple[object, ...]] = []
     for name, way in STEP_WAYS[bench.device.type].items():
         with contextlib.ExitStack() as stack:
@@ -142,14 +136,13 @@ def step(bench: SweepBench) -> None:
             failures: dict[str, str] = {}
             for size in bench.page_sizes:
                 try:
-                    opened = way(Setting(bench.model, bench.batch, size))
+                    opened = way(Setting(bench.model, bench.batch, page_size=size))
                     starts[str(size)] = stack.enter_context(opened)
                 except Exception as error:
                     failures[str(size)] = failure(error)
-            lanes, failed = race_steps(decode, starts, bench.batch, bench.context, count)
+            lanes, failed = race_steps(latency, starts, bench.batch, bench.context, count)
         failures |= failed
-        times = {lane: quartiles(lanes[lane].seconds) for lane in lanes}
-        fastest = min((middle for _, middle, _ in times.values()), default=math.nan)
+        medians = [percentile(lane.seconds, 50) for lane in lanes.values()]
         for size in bench.page_sizes:
             case = {
                 "way": name,
@@ -162,11 +155,17 @@ def step(bench: SweepBench) -> None:
                 bench.report.add(section="step", **case, failure=reason)
                 rows.append((f"{name}, {size}", reason))
                 continue
-            low, middle, high = times[str(size)]
-            found = {"p25_ms": 1e3 * low, "p50_ms": 1e3 * middle, "p75_ms": 1e3 * high}
-            found["over_fastest"] = middle / fastest
+            seconds = lanes[str(size)].seconds
+            low, _, high = (1e3 * value for value in quartiles(seconds))
+            found = {
+                **times(lanes[str(size)]),
+                "p25_ms": low,
+                "p75_ms": high,
+                "over_fastest": percentile(seconds, 50) / min(medians),
+            }
             bench.report.add(section="step", **case, **found)
-            rows.append((f"{name}, {size}", *found.values()))
+            keys = ("p25_ms", "p50_ms", "p75_ms", "over_fastest")
+            rows.append((f"{name}, {size}", *(found[key] for key in keys)))
     title = f"{bench.name}: a decode step, batch {bench.batch}, prompt {bench.context}"
     columns = ("way, page size", "P25 ms", "P50", "P75", "/fastest")
     bench.console.print(table(title, columns, rows))
@@ -326,3 +325,6 @@ def bytes_of_token(model: PreTrainedModel) -> int:
 
 PARTS = {"step": step, "kernel": kernel, "workload": workload}
 """In their order."""
+
+ON_CPU = ("step", "workload")
+"""Those that make sense without CUDA."""
