@@ -33,6 +33,7 @@ def told(folder: Path, record: dict, question: str = "latency", **rest) -> list[
 
 def test_what_may_be(tmp_path: Path) -> None:
     assert told(tmp_path / "sound", POOL) == []
+    assert told(tmp_path / "dense", {"section": "steps", "pages_left": None}) == []
     absent = {"section": "steps", "failure": "absent: no module named fa3"}
     assert told(tmp_path / "peer", absent) == []
     no_gpu = {"section": "kernels", "failure": "RuntimeError: needs a CUDA device"}
@@ -48,6 +49,11 @@ def test_what_may_be(tmp_path: Path) -> None:
         ({"pages_returned": 4}, "pages_claimed 5, but pages_returned 4"),
         ({"pages_returned": None}, "pages_claimed 5, but pages_returned None"),
         ({"storage_bytes": 99}, "99 bytes measured, but the pages' own are 100"),
+        ({"pages_left": 2}, "pages_left: expected 0, got 2"),
+        (
+            {"storage_bytes": None, "cache_bytes": 98},
+            "98 bytes measured, but the pages' own are 100",
+        ),
         ({"storage_bytes": None}, "90 bytes measured, but the pages' own are 100"),
         ({"p50_ms": -1.0}, "p50_ms: expected at least 0, got -1.0"),
         ({"p50_ms": "fast"}, "p50_ms: expected a number, got 'fast'"),

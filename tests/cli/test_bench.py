@@ -8,22 +8,12 @@ from tests.bench.written import write
 from tests.cli.conftest import said
 
 from pageforge.bench.check import problems
-from pageforge.bench.questions import Question
+from pageforge.bench.questions import QUESTIONS, Question
 from pageforge.bench.results import read_folder, read_results
 from pageforge.bench.run import Run
 from pageforge.cli import bench_all
 
-COMMANDS = (
-    "all",
-    "allocator",
-    "check",
-    "compare",
-    "kernels",
-    "latency",
-    "lifecycle",
-    "throughput",
-    "vram",
-)
+COMMANDS = ("all", "check", "compare", *QUESTIONS)
 
 
 @pytest.mark.parametrize("command", COMMANDS)
@@ -162,6 +152,34 @@ def test_requests_that_arrive_on_the_cpu(invoke, tmp_path: Path) -> None:
     assert {(r["burstiness"], r["way"], r["requests"]) for r in found} == {(0.5, "engine", 3)}
 
 
+def test_parity_on_the_cpu(invoke, tmp_path: Path) -> None:
+    arguments = ("--device", "cpu", "--model", "tiny-gpt2", "--dtype", "float32", "--steps", "2")
+    done = invoke("bench", "parity", *arguments, "--out", tmp_path / "results")
+    assert done.exit_code == 0, done.output
+    assert "tiny-gpt2: 2 rows, prompt 40, 2 steps" in done.stdout
+    found = read_results(tmp_path / "results" / "parity.jsonl")
+    assert {r["dtype"] for r in found.results} == {"float32"}
+    assert [r["max_difference"] for r in found.results if r["way"] == "paged"] == [0]
+
+
+def test_sharing_on_the_cpu(invoke, tmp_path: Path) -> None:
+    arguments = ("--device", "cpu", "--quick", "--only", "samples", "--branches", "2")
+    done = invoke("bench", "sharing", *arguments, "--out", tmp_path / "results")
+    assert done.exit_code == 0, done.output
+    assert "tiny, samples: 2 sequences" in done.stdout
+    found = read_results(tmp_path / "results" / "sharing.jsonl")
+    assert {r["case"] for r in found.results} == {"samples"}
+    assert {r["pages_left"] for r in found.results if r["section"] == "sharing"} == {None, 0}
+
+
+def test_sweep_on_the_cpu(invoke, tmp_path: Path) -> None:
+    arguments = ("--device", "cpu", "--quick", "--only", "step", "--page-size", "32")
+    done = invoke("bench", "sweep", *arguments, "--out", tmp_path / "results")
+    assert done.exit_code == 0, done.output
+    found = read_results(tmp_path / "results" / "sweep.jsonl")
+    assert [(r["section"], r["page_size"]) for r in found.results] == [("step", 32)]
+
+
 @pytest.mark.parametrize(
     ("arguments", "code", "message"),
     [
@@ -183,6 +201,12 @@ def test_requests_that_arrive_on_the_cpu(invoke, tmp_path: Path) -> None:
         (("throughput", "--way", "magic"), 2, "expected one of engine, engine compiled"),
         (("throughput", "--burstiness", "0"), 2, "than or equal to 0.01"),
         (("throughput", "--dtype", "int8"), 2, "expected one of float32, float16"),
+        (("parity", "--model", "gpt5"), 2, "expected one of tiny-gpt2"),
+        (("parity", "--dtype", "int8"), 2, "expected one of float32, float16"),
+        (("sharing", "--only", "nothing"), 2, "expected one of beams, samples"),
+        (("sharing", "--branches", "1"), 2, "--branches"),
+        (("sweep", "--only", "nothing"), 2, "expected one of step, kernel"),
+        (("sweep", "--page-size", "17"), 2, "expected one of 8, 16, 32"),
         (("compare", "/nowhere", "/nowhere"), 2, "does not exist"),
         (("latency", "--device", "toaster"), 1, "expected cpu or cuda"),
     ],

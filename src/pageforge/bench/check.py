@@ -11,7 +11,10 @@ from pageforge.bench.questions import QUESTIONS
 from pageforge.bench.results import ResultFile
 
 CLAIMED, RETURNED = "pages_claimed", "pages_returned"
-PAGES, GIVEN = "pages_bytes", ("storage_bytes", "mapped_bytes")
+LEFT = "pages_left"
+"""Pages that are used when all sequences are gone."""
+
+PAGES, GIVEN = "pages_bytes", ("storage_bytes", "cache_bytes", "mapped_bytes")
 """Bytes of the used pages; what is measured of their memory, the pool's own count first."""
 
 TIME = re.compile(r"(?:^|_)(?:ns|us|ms|s|per_s)$")
@@ -58,6 +61,8 @@ def _of_record(record: dict[str, Any]) -> Iterator[str]:
     claimed, returned = record.get(CLAIMED), record.get(RETURNED)
     if claimed != returned:
         yield f"{CLAIMED} {claimed}, but {RETURNED} {returned}"
+    if record.get(LEFT):
+        yield f"{LEFT}: expected 0, got {record[LEFT]!r}"
     pages = record.get(PAGES)
     given = next((record[name] for name in GIVEN if record.get(name) is not None), None)
     if pages is not None and given is not None and given < pages:

@@ -177,7 +177,7 @@ def _report(
             rows.append((name, failures[name]))
             continue
         found = {
-            **_times(lanes[name]),
+            **times(lanes[name]),
             **_over(lanes[name], base),
             # Without K/V there is nothing to compare.
             "logits_error": None if name.startswith("stub") else logits_error(lanes[name], base),
@@ -214,7 +214,7 @@ def _title(case: Mapping[str, Any]) -> str:
     return ", ".join(parts)
 
 
-def _times(lane: Lane) -> dict[str, Any]:
+def times(lane: Lane) -> dict[str, Any]:
     """Milliseconds a step. P50's low and high: the quartiles of the blocks' own medians."""
     low, _, high = quartiles([percentile(block, 50) for block in lane.blocks])
     seconds = lane.seconds

@@ -33,7 +33,7 @@ from pageforge.bench.engine_probe import (
 from pageforge.bench.harness import percentile, synchronize
 from pageforge.bench.lanes import Lane, Race, describe
 from pageforge.bench.models import make_model, make_tokenizer, twin
-from pageforge.bench.report import table
+from pageforge.bench.report import mb, table
 from pageforge.bench.run import Run, run_sections
 from pageforge.bench.serving import (
     BASE,
@@ -136,12 +136,12 @@ def run(bench: ThroughputBench, only: Sequence[str] = ()) -> None:
         f"read ceiling {bench.read / 1e9:,.0f} GB/s, matrix products {bench.flops / 1e12:,.3g} "
         f"TFLOP/s in {dtype_name(bench.model.dtype)}; text by a made-up tokenizer\n"
     )
-    with cudnn_attention(False), _quiet():
+    with cudnn_attention(False), quiet():
         run_sections(bench, SECTIONS, only)
 
 
 @contextlib.contextmanager
-def _quiet() -> Iterator[None]:
+def quiet() -> Iterator[None]:
     """No warning of each preemption: they are counted."""
     log = logging.getLogger("pageforge.engine")
     before = log.level
@@ -210,8 +210,8 @@ def compare(bench: ThroughputBench, workload: str) -> None:
                     of_way["over_generate"],
                     of_way["first_run_s"],
                     of_way["floor_share"],
-                    _mb(of_way.get("mapped_peak_bytes")),
-                    _mb(of_way["peak_bytes"]),
+                    mb(of_way.get("mapped_peak_bytes")),
+                    mb(of_way["peak_bytes"]),
                 )
             )
     for name, reason in race.failures.items():
@@ -228,10 +228,6 @@ def _title(bench: ThroughputBench, case: Mapping[str, Any]) -> str:
         f"{bench.name}, {case['workload']}: {case['requests']:,} requests, "
         f"{case['prompt_tokens']:,} prompt tokens, {case['new_tokens']:,} new ones"
     )
-
-
-def _mb(num_bytes: int | None) -> float | None:
-    return None if num_bytes is None else num_bytes / 1e6
 
 
 # --- what the engine shares -----------------------------------------------------------------
@@ -276,7 +272,7 @@ def shared_prefix(bench: ThroughputBench) -> None:
         computed,
         once,
         f"{computed / once:.4f}",
-        _mb(found["mapped_peak_bytes"]),
+        mb(found["mapped_peak_bytes"]),
     )
     bench.console.print(table(_title(bench, case), columns, [row]))
     bench.console.print()

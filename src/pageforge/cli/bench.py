@@ -12,6 +12,9 @@ from pageforge.cli import (
     bench_kernels,
     bench_latency,
     bench_lifecycle,
+    bench_parity,
+    bench_sharing,
+    bench_sweep,
     bench_throughput,
     bench_vram,
     options,
@@ -28,6 +31,9 @@ def register(app: typer.Typer) -> None:
         (bench_lifecycle.lifecycle, bench_lifecycle.EXAMPLES),
         (bench_allocator.allocator, bench_allocator.EXAMPLES),
         (bench_throughput.throughput, bench_throughput.EXAMPLES),
+        (bench_sweep.sweep, bench_sweep.EXAMPLES),
+        (bench_sharing.sharing, bench_sharing.EXAMPLES),
+        (bench_parity.parity, bench_parity.EXAMPLES),
     ):
         bench.command(epilog=options.examples(*examples))(command)
     bench.command(epilog=options.examples(*bench_compare.EXAMPLES))(bench_compare.compare)
