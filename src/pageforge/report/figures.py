@@ -1,0 +1,98 @@
+"""A figure: panels of one kind under one legend, and what must be said beside them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from pageforge.report.palette import Look, looks
+from pageforge.report.panels.base import Panel
+
+Record = Mapping[str, Any]
+"""One result: `section`, and the question's own fields."""
+
+Draw = Callable[[Sequence[Record]], "Iterator[Figure]"]
+"""What a question's module offers: its figures, of those records that it can draw."""
+
+
+@dataclass(frozen=True)
+class Figure:
+    """`name`: short, for files and links. `failures`: what could not be measured, and why.
+
+    `measured`, `not_shown`: sentences for the reader. On what it was measured the page knows.
+    """
+
+    name: str
+    title: str
+    measured: str
+    not_shown: str
+    panels: Sequence[Panel]
+    failures: Sequence[str] = ()
+
+    @property
+    def key(self) -> str:
+        """What the panels' symbols mean."""
+        return self.panels[0].key if self.panels else ""
+
+    @property
+    def marked(self) -> bool:
+        """Whether names have symbols of their own in the panels."""
+        return any(panel.marked for panel in self.panels)
+
+    @property
+    def legend(self) -> dict[str, Look]:
+        """How each name looks, in all panels; the order is that of first appearance."""
+        return looks(name for panel in self.panels for name in panel.names)
+
+
+def ran(results: Sequence[Record], section: str, *fields: str) -> list[Record]:
+    """The records of a section with a number in each of `fields`."""
+    return [
+        record
+        for record in results
+        if record["section"] == section and all(is_number(record.get(name)) for name in fields)
+    ]
+
+
+def failures(results: Sequence[Record], section: str, *who: str) -> list[str]:
+    """`way, batch 32: the reason` for each record of a section that failed; `who`: its fields."""
+    return list(
+        dict.fromkeys(
+            f"{', '.join(described(record, *who))}: {record['failure']}"
+            for record in results
+            if record["section"] == section and record.get("failure")
+        )
+    )
+
+
+def described(record: Record, *fields: str) -> list[str]:
+    """The fields that are there: `uniform`, `batch 32`, `256 requests`."""
+    found = []
+    for name in fields:
+        value = record.get(name)
+        label = name.replace("_", " ")
+        if is_number(value):
+            found.append(f"{value:,} {label}" if label.endswith("s") else f"{label} {value:,}")
+        elif value is not None:
+            found.append(str(value))
+    return found
+
+
+def setting(results: Sequence[Record], *fields: str) -> str:
+    """What is the same in all records, as the section `setting` has it; "" without one."""
+    found = next((record for record in results if record["section"] == "setting"), {})
+    return ", ".join(described(found, *fields))
+
+
+def grouped(records: Sequence[Record], *fields: str) -> dict[str, list[Record]]:
+    """Records by what `described` says of them, in order of first appearance."""
+    groups: dict[str, list[Record]] = {}
+    for record in records:
+        groups.setdefault(", ".join(described(record, *fields)), []).append(record)
+    return groups
+
+
+def is_number(value: Any) -> bool:
+    """Whether `value` can be drawn."""
+    return isinstance(value, int | float) and not isinstance(value, bool)
