@@ -44,7 +44,7 @@ def tiny(
     model, tokenizer, report: Report, screen: io.StringIO, monkeypatch: pytest.MonkeyPatch
 ) -> ThroughputBench:
     """A run of a second; its ceilings are those of the processor's caches."""
-    monkeypatch.setitem(throughput.READ_BYTES, "cpu", 1 << 20)
+    monkeypatch.setitem(ceilings.READ_BYTES, "cpu", 1 << 20)
     monkeypatch.setitem(ceilings.MATRIX, "cpu", 64)
     return ThroughputBench(
         model,

@@ -6,10 +6,13 @@ import pytest
 import torch
 from tests.cli.conftest import said
 
+from pageforge.bench.questions import Question
 from pageforge.bench.results import read_folder, read_results
+from pageforge.bench.run import Run
+from pageforge.cli import bench_all
 
 
-@pytest.mark.parametrize("command", ["kernels", "decode", "throughput"])
+@pytest.mark.parametrize("command", ["all", "kernels", "latency", "throughput"])
 def test_help_has_examples(invoke, command: str) -> None:
     done = invoke("bench", command, "--help")
     assert done.exit_code == 0
@@ -20,22 +23,43 @@ def test_help_has_examples(invoke, command: str) -> None:
 def test_bench_alone_lists_its_commands(invoke) -> None:
     done = invoke("bench")
     assert "kernels" in done.output
-    assert "decode" in done.output
+    assert "latency" in done.output
     assert "throughput" in done.output
 
 
-def test_decode_on_the_cpu(invoke, tmp_path: Path) -> None:
+def test_latency_on_the_cpu(invoke, tmp_path: Path) -> None:
     out = tmp_path / "results"
-    arguments = ("--device", "cpu", "--way", "dynamic", "--way", "paged", "--batch", "1")
-    done = invoke("bench", "decode", *arguments, "--prompt", "5", "--out", out, "--commit", "abc")
+    ways = ("--way", "dynamic", "--way", "paged")
+    sizes = ("--model", "tiny", "--batch", "1", "--steps", "4", "--only", "steps")
+    arguments = ("--device", "cpu", *ways, *sizes)
+    done = invoke("bench", "latency", *arguments, "--prompt", "5", "--out", out, "--commit", "abc")
     assert done.exit_code == 0, done.output
-    assert "batch 1, prompt 5, 8 steps" in done.stdout
-    found = read_results(out / "decode.jsonl")
+    assert "tiny, batch 1, prompt 5, 4 steps" in done.stdout
+    found = read_results(out / "latency.jsonl")
     assert found.complete
     assert found.machine["commit"] == "abc"
-    steps = [r for r in found.results if r["section"] == "step"]
+    steps = [r for r in found.results if r["section"] == "steps"]
     assert [r["way"] for r in steps] == ["dynamic", "paged"]
     assert "cuDNN attention on" not in done.stdout
+
+
+def test_all_questions(invoke, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def measure(run: Run) -> None:
+        run.report.add(section="s", model=run.model, quick=run.quick)
+
+    asked = {
+        "one": Question("one", "One?", measure, 5),
+        "two": Question("two", "Two?", measure, 5, needs_cuda=True),
+    }
+    monkeypatch.setattr(bench_all, "QUESTIONS", asked)
+    out = tmp_path / "results"
+    done = invoke("bench", "all", "--quick", "--device", "cpu", "--model", "gpt2", "--out", out)
+    assert done.exit_code == 0, done.output
+    one, two = read_folder(out)
+    assert one.results == [{"section": "s", "model": "gpt2", "quick": True}]
+    assert "needs a CUDA device" in two.results[0]["failure"]
+    assert "two: RuntimeError: needs a CUDA device" in done.stdout
+    assert done.stdout.index("one: One?") < done.stdout.index("two: Two?")
 
 
 def test_throughput_on_the_cpu(invoke, tmp_path: Path) -> None:
@@ -57,14 +81,18 @@ def test_throughput_on_the_cpu(invoke, tmp_path: Path) -> None:
     [
         (("kernels", "--only", "nothing"), 2, "expected one of decode, ragged"),
         (("kernels", "--peer-wheels", "/nowhere"), 2, "does not exist"),
-        (("decode", "--model", "gpt5"), 2, "expected one of gpt2"),
-        (("decode", "--way", "magic"), 2, "expected one of dynamic"),
-        (("decode", "--device", "cpu", "--out", "/nowhere/out"), 2, "no such folder"),
-        (("decode", "--device", "cpu", "--prompt", "200"), 2, "expected at most 119"),
+        (("latency", "--model", "gpt5"), 2, "expected one of gpt2"),
+        (("latency", "--way", "magic"), 2, "expected one of dynamic"),
+        (("latency", "--device", "cpu", "--out", "/nowhere/out"), 2, "no such folder"),
+        (("latency", "--model", "tiny", "--device", "cpu", "--prompt", "200"), 2, "at most 119"),
+        (("latency", "--only", "nothing"), 2, "expected one of steps, padded"),
+        (("all",), 2, "Missing option '--out'"),
+        (("all", "--model", "gpt5", "--out", "/nowhere/out"), 2, "expected one of gpt2"),
+        (("all", "--device", "cpu", "--out", "/nowhere/out"), 2, "no such folder"),
         (("throughput", "--only", "everything"), 2, "expected one of first-token, uniform"),
         (("throughput", "--way", "magic"), 2, "expected one of engine, engine compiled"),
         (("throughput", "--dtype", "int8"), 2, "expected one of float32, float16"),
-        (("decode", "--device", "toaster"), 1, "expected cpu or cuda"),
+        (("latency", "--device", "toaster"), 1, "expected cpu or cuda"),
     ],
 )
 def test_bad_input(invoke, arguments: tuple[str, ...], code: int, message: str) -> None:

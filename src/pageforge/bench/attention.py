@@ -43,6 +43,7 @@ def decode(bench: Bench) -> None:
                     cases.append(_decode_case(bench, problem, shape))
     bench.console.print(_decode_table(cases))
     _decode_summary(bench, cases)
+    bench.console.print()
 
 
 def ours(problem: Problem, kv: PagedKV, batch_invariant: bool = False) -> Candidate:
@@ -234,6 +235,7 @@ def ragged(bench: Bench) -> None:
         )
     columns = ("ragged", "MB", "floor us", "us", "us/floor", "fa3 us", "fa3 best", "error")
     bench.console.print(table("ragged batches: us a layer over bytes / ceiling", columns, rows))
+    bench.console.print()
 
 
 def _ragged_case(bench: Bench, problem: Problem, shape: str) -> dict[str, Any]:
@@ -284,6 +286,7 @@ def invariant(bench: Bench) -> None:
             f"batch_invariant costs {found['geometric_mean'] - 1:+.1%} (geometric mean of "
             f"{len(costs)} shapes), at most {found['worst'] - 1:+.1%}"
         )
+    bench.console.print()
 
 
 def _invariant(problem: Problem, kv: PagedKV) -> Candidate:

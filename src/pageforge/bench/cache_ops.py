@@ -52,6 +52,7 @@ def cache_ops(bench: Bench) -> None:
     bench.console.print(
         table("cache ops: bytes read and written a second, over the same of a copy", columns, rows)
     )
+    bench.console.print()
 
 
 def _row(

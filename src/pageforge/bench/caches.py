@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -36,6 +36,8 @@ class Setting:
 
     model: PreTrainedModel
     batch: int
+    pads: Sequence[int] | None = None
+    """Tokens of left padding in each row's prompt; None for prompts without a mask."""
 
     @property
     def device(self) -> torch.device:
@@ -59,22 +61,38 @@ Start = Callable[[int], Sequences]
 Way = Callable[[Setting], "contextlib.AbstractContextManager[Start]"]
 
 
-def caller(model: PreTrainedModel, cache: Cache) -> Callable[[Tensor], Tensor]:
-    """The model call, as a user would write it."""
+def caller(
+    model: PreTrainedModel, cache: Cache, pads: Sequence[int] | None = None
+) -> Callable[[Tensor], Tensor]:
+    """The model call, as a user would write it; with `pads`, its mask grows with each token."""
     argument = cache_argument(model)
+    mask: Tensor | None = None
 
     def forward(tokens: Tensor) -> Tensor:
-        logits: Tensor = model(tokens, use_cache=True, **{argument: cache}).logits
+        nonlocal mask
+        if pads is not None:
+            mask = _grown(mask, tokens, pads)
+        logits: Tensor = model(
+            tokens, attention_mask=mask, use_cache=True, **{argument: cache}
+        ).logits
         return logits
 
     return forward
+
+
+def _grown(mask: Tensor | None, tokens: Tensor, pads: Sequence[int]) -> Tensor:
+    """`mask` `[batch, seen]` with the new tokens; without one, that of a left-padded prompt."""
+    if mask is not None:
+        return torch.cat([mask, torch.ones_like(tokens)], 1)
+    positions = torch.arange(tokens.shape[1], device=tokens.device)
+    return (positions >= torch.tensor(pads, device=tokens.device)[:, None]).long()
 
 
 @contextlib.contextmanager
 def dynamic(setting: Setting) -> Iterator[Start]:
     """DynamicCache, eager."""
     model = twin(setting.model)
-    yield lambda length: Sequences(caller(model, DynamicCache(config=model.config)))
+    yield lambda length: Sequences(caller(model, DynamicCache(config=model.config), setting.pads))
 
 
 @contextlib.contextmanager
@@ -82,7 +100,7 @@ def static(setting: Setting) -> Iterator[Start]:
     """StaticCache of just the length, eager."""
     model = twin(setting.model)
     yield lambda length: Sequences(
-        caller(model, StaticCache(config=model.config, max_cache_len=length))
+        caller(model, StaticCache(config=model.config, max_cache_len=length), setting.pads)
     )
 
 
@@ -119,7 +137,7 @@ def paged_start(setting: Setting, model: PreTrainedModel) -> Start:
         # A page more for each row, since decoding may look a page ahead.
         pages = setting.batch * (1 + pages_for(length, 16))
         pool = PagePool.for_model(model, page_size=16, max_pages=pages)
-        return Sequences(caller(model, PagedKVCache(pool)), pool)
+        return Sequences(caller(model, PagedKVCache(pool), setting.pads), pool)
 
     return start
 
@@ -235,6 +253,12 @@ WAYS: dict[str, Way] = {
     "stub compiled": stub_compiled,
 }
 """What each is called in tables, in their order."""
+
+STOCK = ("dynamic", "static", "static compiled", "paged")
+"""Ways whose attention is the model's own, and so cuDNN's if torch may choose it."""
+
+PADDED = ("dynamic", "static", "paged", "pageforge", "fast", "fast compiled")
+"""Ways that take a mask which grows: a compiled StaticCache would be compiled for each length."""
 
 STUBS = {"fast": "stub", "fast compiled": "stub compiled"}
 """Which stub a way is held against."""

@@ -11,8 +11,8 @@ from torch import Tensor
 
 from pageforge import ops
 from pageforge.bench.caches import Setting, Way, stub_eager, stub_graph
-from pageforge.bench.decode_context import DecodeBench
 from pageforge.bench.harness import failure, synchronize
+from pageforge.bench.latency_context import LatencyBench
 from pageforge.bench.report import table
 from pageforge.pool import PagePool
 
@@ -22,7 +22,7 @@ WAYS = ("dynamic", "static", "paged", "pageforge", "fast", "fast compiled")
 
 
 @torch.no_grad()
-def footprint(bench: DecodeBench) -> None:
+def footprint(bench: LatencyBench) -> None:
     """What each way takes beside the model, and how near the pool's memory is to its pages'.
 
     "Peak" is torch's allocator's, over what it was before, less the same of a run without cache and
@@ -44,7 +44,7 @@ def footprint(bench: DecodeBench) -> None:
         if name not in bench.ways:
             continue
         torch.compiler.reset()
-        case = {"batch": batch, "prompt": prompt, "steps": count, "way": name}
+        case = {"model": bench.name, "batch": batch, "prompt": prompt, "steps": count, "way": name}
         try:
             found = _measure(bench, bench.ways[name], setting, prompt, count)
         except Exception as error:
@@ -77,7 +77,7 @@ def footprint(bench: DecodeBench) -> None:
 
 
 def _measure(
-    bench: DecodeBench, way: Way, setting: Setting, prompt: int, count: int
+    bench: LatencyBench, way: Way, setting: Setting, prompt: int, count: int
 ) -> dict[str, int | None]:
     """Bytes that a run of `way` takes, and its gathers in one-token steps."""
     on_cuda = bench.device.type == "cuda"

@@ -49,19 +49,28 @@ class Timing:
         return self.failure is None
 
 
+Told = Callable[[str, float], None]
+"""Called with what begins, and the share of the time that is gone."""
+
+
 class Budget:
     """Seconds that a run may take. What does not fit is left out, by name."""
 
-    def __init__(self, seconds: float | None):
-        self._end = math.inf if seconds is None else time.monotonic() + seconds
+    def __init__(self, seconds: float | None, told: Told | None = None):
+        self._begin = time.monotonic()
+        self._seconds = math.inf if seconds is None else seconds
+        self._told = told
         self.left_out: list[str] = []
 
     def allows(self, what: str) -> bool:
         """Whether there is time for `what`; if not, it is noted."""
-        if time.monotonic() < self._end:
-            return True
-        self.left_out.append(what)
-        return False
+        gone = time.monotonic() - self._begin
+        if gone >= self._seconds:
+            self.left_out.append(what)
+            return False
+        if self._told is not None:
+            self._told(what, gone / self._seconds)
+        return True
 
 
 def measure(

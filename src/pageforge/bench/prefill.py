@@ -103,6 +103,7 @@ def prefill(bench: Bench) -> None:
     bench.console.print(table(f"prefill, {HEADS}, bfloat16, page 16, causal flops", columns, rows))
     if bench.budget.allows("mixed batch"):
         _mixed(bench, *MIXED)
+    bench.console.print()
 
 
 def _chunk(bench: Bench, chunk: int, context: int) -> tuple[Any, ...]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from pageforge.bench import decode, kernels, throughput
+from pageforge.bench import kernels, latency, throughput
 from pageforge.bench.run import Run
 
 
@@ -18,15 +18,20 @@ class Question:
     run_all: Callable[[Run], None]
     quick_seconds: float
     """Its share of the three minutes that all may take on two CPU cores with `quick`."""
+    needs_cuda: bool = False
 
 
 QUESTIONS = {
     question.name: question
     for question in (
         Question(
-            "kernels", "How fast are the ops, against the device's limits?", kernels.run_all, 0
+            "kernels",
+            "How fast are the ops, against the device's limits?",
+            kernels.run_all,
+            0,
+            needs_cuda=True,
         ),
-        Question("decode", "How long does a decode step take?", decode.run_all, 25),
+        Question("latency", "How long does a decode step take?", latency.run_all, 25),
         Question("throughput", "How many tokens a second?", throughput.run_all, 30),
     )
 }

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
+from typing import Protocol, TypeVar
 
 import torch
 from rich.console import Console
 
-from pageforge.bench.harness import Budget
+from pageforge.bench.harness import Budget, failure
 from pageforge.bench.report import Report
 
 
@@ -30,3 +32,27 @@ class Run:
     def on_cpu(self) -> bool:
         """Whether there is no accelerator to measure."""
         return self.device.type == "cpu"
+
+
+class HasRun(Protocol):
+    """What a question's own sizes stand beside."""
+
+    report: Report
+    console: Console
+    budget: Budget
+
+
+Sized = TypeVar("Sized", bound=HasRun)
+
+
+def run_sections(
+    bench: Sized, sections: Mapping[str, Callable[[Sized], None]], only: Collection[str] = ()
+) -> None:
+    """Those named in `only`, or all, in order; one that fails is noted and the others go on."""
+    for name, section in sections.items():
+        if (not only or name in only) and bench.budget.allows(name):
+            try:
+                section(bench)
+            except Exception as error:  # what the others find must not be lost
+                bench.report.add(section=name, failure=failure(error))
+                bench.console.print(f"{name}: {failure(error)}\n")

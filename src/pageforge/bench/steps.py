@@ -8,18 +8,20 @@ that their logits can be compared.
 from __future__ import annotations
 
 import contextlib
+import statistics
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from pageforge.bench.caches import STUBS, Sequences, Setting, Start
-from pageforge.bench.decode_context import BASE, DecodeBench
-from pageforge.bench.harness import failure, percentile, rotated, synchronize
+from pageforge.bench.caches import PADDED, STOCK, STUBS, Sequences, Setting, Start
+from pageforge.bench.harness import failure, percentile, quartiles, rotated, synchronize
+from pageforge.bench.latency_context import BASE, LatencyBench
 from pageforge.bench.report import table
+from pageforge.bench.settings import cudnn_attention
 from pageforge.geometry import total_bytes_per_page
 from pageforge.probe import geometry_of
 
@@ -33,38 +35,77 @@ what another way did, which nobody's model has between its steps."""
 
 @dataclass
 class Lane:
-    """One way's sequences on their course: seconds of each step, and what it said last."""
+    """One way's sequences on their course: seconds of each step by blocks, and its last logits."""
 
     forward: Sequences
-    seconds: list[float]
+    blocks: list[list[float]]
     logits: Tensor | None = None
+
+    @property
+    def seconds(self) -> list[float]:
+        """Of all steps that count."""
+        return [seconds for block in self.blocks for seconds in block]
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What is measured: its record's section, which ways, for how many sequences and steps."""
+
+    section: str
+    ways: Sequence[str]
+    batch: int
+    prompts: Sequence[int]
+    steps: int
+    pads: Sequence[int] | None = None
+    """Tokens of left padding in each row."""
+
+
+def steps(bench: LatencyBench) -> None:
+    """All ways, for every batch size and prompt length."""
+    for batch in bench.batches:
+        follow(bench, Plan("steps", list(bench.ways), batch, bench.prompts, bench.steps))
+
+
+def padded(bench: LatencyBench) -> None:
+    """Rows with left padding, from none to nearly half of the prompt, as mixed prompts have it."""
+    ways = [name for name in bench.ways if name in PADDED]
+    batch, prompt = bench.padded_batch, max(bench.prompts)
+    pads = [row * prompt // (2 * batch) for row in range(batch)]
+    follow(bench, Plan("padded", ways, batch, [prompt], bench.steps, pads))
+
+
+def cudnn(bench: LatencyBench) -> None:
+    """Stock attention where torch may choose cuDNN's: each new length is planned once."""
+    ways = [name for name in bench.ways if name in STOCK]
+    with cudnn_attention(True):
+        for batch in bench.batches:
+            follow(bench, Plan("cudnn", ways, batch, bench.prompts, bench.cudnn_steps))
 
 
 @torch.no_grad()
-def steps(bench: DecodeBench, batch: int, count: int, rate: float | None, cudnn: str) -> None:
-    """Each way's step time at one batch size, for every prompt length."""
-    if not bench.budget.allows(f"steps, batch {batch}, cuDNN {cudnn}"):
+def follow(bench: LatencyBench, plan: Plan) -> None:
+    """Each way's step time at one batch size, for every prompt length of the plan."""
+    if not bench.budget.allows(f"{plan.section}, batch {plan.batch}"):
         return
     torch.compiler.reset()
-    setting = Setting(bench.model, batch)
+    setting = Setting(bench.model, plan.batch, plan.pads)
     with contextlib.ExitStack() as stack:
         starts: dict[str, Start] = {}
         failures: dict[str, str] = {}
-        for name, way in bench.ways.items():
+        for name in plan.ways:
             try:
-                starts[name] = stack.enter_context(way(setting))
+                starts[name] = stack.enter_context(bench.ways[name](setting))
             except Exception as error:
                 failures[name] = failure(error)
-        for prompt in bench.prompts:
-            if bench.budget.allows(f"steps, batch {batch}, prompt {prompt}, cuDNN {cudnn}"):
-                fitting = min(count, bench.positions - prompt - WARMUP)
-                lanes, failed = race(bench, starts, batch, prompt, fitting)
-                case = {"batch": batch, "prompt": prompt, "steps": fitting, "cudnn": cudnn}
-                _report(bench, case, lanes, failures | failed, rate)
+        for prompt in plan.prompts:
+            if bench.budget.allows(f"{plan.section}, batch {plan.batch}, prompt {prompt}"):
+                count = min(plan.steps, bench.positions - prompt - WARMUP)
+                lanes, failed = race(bench, starts, plan.batch, prompt, count)
+                _report(bench, plan, prompt, count, lanes, failures | failed)
 
 
 def race(
-    bench: DecodeBench, starts: Mapping[str, Start], batch: int, prompt: int, count: int
+    bench: LatencyBench, starts: Mapping[str, Start], batch: int, prompt: int, count: int
 ) -> tuple[dict[str, Lane], dict[str, str]]:
     """All ways over `count` steps by turns: (lanes of those that arrived, why others did not)."""
     prompt_tokens = bench.tokens(batch, prompt)
@@ -76,7 +117,7 @@ def race(
             lane = Lane(start(prompt + WARMUP + count), [])
             lane.forward(prompt_tokens)
             _advance(lane, tokens[:WARMUP], bench.device)
-            lane.seconds.clear()
+            lane.blocks.clear()
             lanes[name] = lane
         except Exception as error:  # whatever it is, the others go on
             failures[name] = failure(error)
@@ -92,14 +133,15 @@ def race(
 
 def _advance(lane: Lane, tokens: Tensor, device: torch.device) -> None:
     """A block of steps, each but the first on the clock."""
-    logits = None
-    for number, token in enumerate(tokens):
+    logits, block = None, []
+    for token in tokens:
         synchronize(device)
         begin = time.perf_counter()
         logits = lane.forward(token)
         synchronize(device)
-        if number:
-            lane.seconds.append(time.perf_counter() - begin)
+        block.append(time.perf_counter() - begin)
+    if block[1:]:
+        lane.blocks.append(block[1:])
     if logits is not None:
         lane.logits = logits.to(torch.float32, copy=True)  # a graph's output is overwritten
 
@@ -112,53 +154,105 @@ def logits_error(lane: Lane, base: Lane | None) -> float | None:
 
 
 def _report(
-    bench: DecodeBench,
-    case: dict[str, Any],
+    bench: LatencyBench,
+    plan: Plan,
+    prompt: int,
+    count: int,
     lanes: Mapping[str, Lane],
     failures: Mapping[str, str],
-    rate: float | None,
 ) -> None:
-    base = lanes.get(BASE)
-    medians = {name: percentile(lane.seconds, 50) for name, lane in lanes.items()}
-    kv_bytes = _kv_bytes(bench, case)
+    case = {
+        "model": bench.name,
+        "batch": plan.batch,
+        "prompt": prompt,
+        "steps": count,
+        "padded": plan.pads is not None,
+        "cudnn": _cudnn(bench),
+    }
+    base, kv_bytes = lanes.get(BASE), _kv_bytes(bench, plan.batch, prompt + WARMUP + count // 2)
     rows: list[tuple[object, ...]] = []
-    for name in bench.ways:
+    for name in plan.ways:
         if name in failures:
-            bench.report.add(section="step", **case, way=name, failure=failures[name])
+            bench.report.add(section=plan.section, **case, way=name, failure=failures[name])
             rows.append((name, failures[name]))
             continue
-        if name not in lanes:
-            continue
-        seconds = lanes[name].seconds
-        p50, p90, p99 = (1e3 * percentile(seconds, percent) for percent in (50, 90, 99))
         found = {
-            "p50_ms": p50,
-            "p90_ms": p90,
-            "p99_ms": p99,
-            "max_ms": 1e3 * max(seconds),
-            "p99_over_p50": p99 / p50,
-            "over_dynamic": medians[name] / medians[BASE] if BASE in medians else None,
+            **_times(lanes[name]),
+            **_over(lanes[name], base),
             # Without K/V there is nothing to compare.
             "logits_error": None if name.startswith("stub") else logits_error(lanes[name], base),
+            "promised_ms": _promised_ms(bench, lanes.get(STUBS.get(name, "")), kv_bytes),
         }
-        stub = medians.get(STUBS.get(name, ""))
-        if stub is not None and rate is not None:
-            # A formula, for the promise: the stub, 1.2 times the K/V bytes, and 4 us a layer.
-            layers = bench.model.config.num_hidden_layers
-            found["promised_ms"] = 1e3 * stub + 1.2e3 * kv_bytes / rate + 4e-3 * layers
-        bench.report.add(section="step", **case, way=name, kv_bytes=kv_bytes, **found)
-        rows.append((name, *found.values()))
-    title = (
-        f"{bench.name}, batch {case['batch']}, prompt {case['prompt']}, {case['steps']} steps, "
-        f"cuDNN attention {case['cudnn']}"
-    )
-    columns = ("way", "P50 ms", "P90", "P99", "max", "P99/P50", "/dynamic", "logits", "promise")
-    bench.console.print(table(title, columns, rows))
+        bench.report.add(section=plan.section, **case, way=name, kv_bytes=kv_bytes, **found)
+        rows.append((name, *(found[key] for key in COLUMNS)))
+    bench.console.print(table(_title(case), ("way", *COLUMNS.values()), rows))
     bench.console.print()
 
 
-def _kv_bytes(bench: DecodeBench, case: Mapping[str, Any]) -> int:
-    """Of all layers in the middle of the steps (a formula, from what the model stores)."""
-    geometry = geometry_of(bench.model, 16)
-    tokens = case["prompt"] + WARMUP + case["steps"] // 2
-    return case["batch"] * tokens * total_bytes_per_page(geometry.groups) // 16
+COLUMNS = {
+    "mean_ms": "mean ms",
+    "p50_ms": "P50",
+    "p95_ms": "P95",
+    "p99_ms": "P99",
+    "max_ms": "max",
+    "over_dynamic": "/dynamic",
+    "over_dynamic_low": "low",
+    "over_dynamic_high": "high",
+    "logits_error": "logits",
+    "promised_ms": "promise",
+}
+"""The fields that are shown, and what they are called."""
+
+
+def _cudnn(bench: LatencyBench) -> str | None:
+    """Whether torch may choose cuDNN's attention; None where there is no cuDNN."""
+    if bench.device.type != "cuda":
+        return None
+    return "on" if torch.backends.cuda.cudnn_sdp_enabled() else "off"
+
+
+def _title(case: Mapping[str, Any]) -> str:
+    parts = [
+        f"{case['model']}, batch {case['batch']}",
+        f"prompt {case['prompt']}" + (", left-padded" if case["padded"] else ""),
+        f"{case['steps']} steps",
+    ]
+    parts += [] if case["cudnn"] is None else [f"cuDNN attention {case['cudnn']}"]
+    return ", ".join(parts)
+
+
+def _times(lane: Lane) -> dict[str, Any]:
+    """Milliseconds a step. P50's low and high: the quartiles of the blocks' own medians."""
+    low, _, high = quartiles([percentile(block, 50) for block in lane.blocks])
+    seconds = lane.seconds
+    found = {
+        "mean_ms": statistics.fmean(seconds),
+        **{f"p{percent}_ms": percentile(seconds, percent) for percent in (50, 95, 99)},
+        "p50_ms_low": low,
+        "p50_ms_high": high,
+        "max_ms": max(seconds),
+    }
+    return {"timed_steps": len(seconds), **{key: 1e3 * value for key, value in found.items()}}
+
+
+def _over(lane: Lane, base: Lane | None) -> dict[str, float | None]:
+    """The median, and the quartiles, of what a block's median is over that of the base's."""
+    names = ("over_dynamic_low", "over_dynamic", "over_dynamic_high")
+    if base is None:
+        return dict.fromkeys(names)
+    pairs = zip(lane.blocks, base.blocks, strict=True)
+    ratios = [percentile(own, 50) / percentile(other, 50) for own, other in pairs]
+    return dict(zip(names, quartiles(ratios), strict=True))
+
+
+def _promised_ms(bench: LatencyBench, stub: Lane | None, kv_bytes: int) -> float | None:
+    """A formula: the stub, 1.2 times the K/V bytes over the read ceiling, and 4 us a layer."""
+    if stub is None:
+        return None
+    layers = bench.model.config.num_hidden_layers
+    return 1e3 * percentile(stub.seconds, 50) + 1.2e3 * kv_bytes / bench.read + 4e-3 * layers
+
+
+def _kv_bytes(bench: LatencyBench, batch: int, tokens: int) -> int:
+    """Of all layers, for `batch` rows of `tokens` (a formula, from what the model stores)."""
+    return batch * tokens * total_bytes_per_page(geometry_of(bench.model, 16).groups) // 16

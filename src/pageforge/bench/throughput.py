@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
-from pageforge.bench import ceilings, workloads
+from pageforge.bench import workloads
 from pageforge.bench.ceilings import matmul_ceiling, read_ceiling
 from pageforge.bench.context import dtype_name
 from pageforge.bench.engine_probe import (
@@ -33,7 +33,7 @@ from pageforge.bench.engine_probe import (
 from pageforge.bench.harness import failure, percentile, rotated, synchronize
 from pageforge.bench.models import make_model, make_tokenizer, twin
 from pageforge.bench.report import table
-from pageforge.bench.run import Run
+from pageforge.bench.run import Run, run_sections
 from pageforge.bench.serving import (
     BASE,
     WAYS,
@@ -49,9 +49,6 @@ from pageforge.bench.throughput_context import ThroughputBench
 from pageforge.bench.workloads import Job, Size
 from pageforge.engine.engine import Engine, EngineStats
 from pageforge.geometry import pages_for
-
-READ_BYTES = {"cuda": ceilings.READ_BYTES, "cpu": 256 << 20}
-"""What the read ceiling is measured on: many times the caches."""
 
 PAGE_SIZE = 16
 """The engine's default."""
@@ -102,7 +99,7 @@ def bench_of(
 
 def run(bench: ThroughputBench, only: Sequence[str] = ()) -> None:
     """The sections named, or all, in order. cuDNN attention is off, for `generate`'s sake."""
-    bench.read = read_ceiling(bench.device, READ_BYTES[bench.device.type])
+    bench.read = read_ceiling(bench.device)
     bench.flops = matmul_ceiling(bench.device, bench.model.dtype)
     bench.report.add(
         section="ceilings", read_bytes_per_s=bench.read, matmul_flops_per_s=bench.flops
@@ -112,13 +109,7 @@ def run(bench: ThroughputBench, only: Sequence[str] = ()) -> None:
         f"TFLOP/s in {dtype_name(bench.model.dtype)}; text by a made-up tokenizer\n"
     )
     with cudnn_attention(False), _quiet():
-        for name, section in SECTIONS.items():
-            if (not only or name in only) and bench.budget.allows(name):
-                try:
-                    section(bench)
-                except Exception as error:  # what the others find must not be lost
-                    bench.report.add(section=name, failure=failure(error))
-                    bench.console.print(f"{name}: {failure(error)}\n")
+        run_sections(bench, SECTIONS, only)
 
 
 @contextlib.contextmanager

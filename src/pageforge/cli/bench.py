@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import typer
 
-from pageforge.cli import bench_decode, bench_kernels, bench_throughput, options
+from pageforge.cli import bench_all, bench_kernels, bench_latency, bench_throughput, options
 
 
 def register(app: typer.Typer) -> None:
@@ -12,8 +12,9 @@ def register(app: typer.Typer) -> None:
     bench = typer.Typer(no_args_is_help=True, help="Measure: one command a question.")
     for command, examples in (
         (bench_kernels.kernels, bench_kernels.EXAMPLES),
-        (bench_decode.decode, bench_decode.EXAMPLES),
+        (bench_latency.latency, bench_latency.EXAMPLES),
         (bench_throughput.throughput, bench_throughput.EXAMPLES),
     ):
         bench.command(epilog=options.examples(*examples))(command)
+    bench.command("all", epilog=options.examples(*bench_all.EXAMPLES))(bench_all.everything)
     app.add_typer(bench, name="bench")

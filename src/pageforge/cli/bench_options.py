@@ -9,20 +9,17 @@ from typing import Annotated, Any
 
 import torch
 import typer
+from rich.progress import Progress, TimeElapsedColumn
 
-from pageforge.bench.harness import Budget
+from pageforge.bench.asking import SECONDS, Where, asking
 from pageforge.bench.models import SHAPES
 from pageforge.bench.questions import QUESTIONS
-from pageforge.bench.report import Report, machine, wide
+from pageforge.bench.report import machine, wide
 from pageforge.bench.results import SUFFIX
 from pageforge.bench.run import Run
-from pageforge.bench.settings import unchanged
 from pageforge.cli import options
 from pageforge.cli.models import DeviceError, check_device
-from pageforge.cli.output import stderr, stdout
-
-SECONDS = 290.0
-"""A budget that fits a short lease."""
+from pageforge.cli.output import bar, beside, stderr
 
 WHAT = "What is measured"
 
@@ -74,7 +71,7 @@ Seconds = Annotated[
 
 @contextlib.contextmanager
 def measuring(
-    question: str,
+    name: str,
     *,
     device: str | None = None,
     model: str | None = None,
@@ -84,28 +81,32 @@ def measuring(
     commit: str | None = None,
     about: Mapping[str, Any] | None = None,
 ) -> Iterator[Run]:
-    """One question, from the report's first line to its last; torch is left as it was.
+    """One question, with a progress bar.
 
     `about`: what else the machine's description should say.
     """
+    question = QUESTIONS[name]
     known("--model", [model] if model else [], SHAPES)
     torch_device = device_of(device)
-    path = result_path(out, question)
-    budget = Budget(seconds)
-    report = Report(
-        question,
-        QUESTIONS[question].title,
-        path,
-        machine(torch_device, commit) | dict(about or {}),
-    )
-    console = wide(stdout())
-    with unchanged(torch_device):
-        yield Run(torch_device, report, console, budget, model, quick)
-    report.end(budget.left_out)
-    if budget.left_out:
-        console.print(f"no time left for: {', '.join(budget.left_out)}")
-    if path is not None:
-        stderr().print(f"records: {path}", soft_wrap=True)
+    make_folder(out)
+    with bench_bar() as shown:
+        task = shown.add_task(name, total=1)
+
+        def told(what: str, share: float) -> None:
+            shown.update(task, description=f"{name}: {what}", completed=share)
+            shown.refresh()
+
+        described = machine(torch_device, commit) | dict(about or {})
+        where = Where(torch_device, described, wide(beside(shown)), out)
+        with asking(question, where, seconds=seconds, model=model, quick=quick, told=told) as run:
+            yield run
+    if out is not None:
+        stderr().print(f"records: {where.path(question)}", soft_wrap=True)
+
+
+def bench_bar() -> Progress:
+    """A progress bar that is drawn when it is told to: no thread takes time from a benchmark."""
+    return bar(TimeElapsedColumn(), auto_refresh=False)
 
 
 def device_of(name: str | None) -> torch.device:
@@ -129,11 +130,9 @@ def known(option: str, names: Collection[str], allowed: Collection[str]) -> None
             )
 
 
-def result_path(out: Path | None, question: str) -> Path | None:
-    """Where a question's records go; its folder is made, before minutes of measuring."""
-    if out is None:
-        return None
-    if not out.parent.is_dir():
-        raise typer.BadParameter(f"no such folder: {out.parent}", param_hint="--out")
-    out.mkdir(exist_ok=True)
-    return out / f"{question}{SUFFIX}"
+def make_folder(out: Path | None) -> None:
+    """Make the folder for results, before minutes of measuring."""
+    if out is not None:
+        if not out.parent.is_dir():
+            raise typer.BadParameter(f"no such folder: {out.parent}", param_hint="--out")
+        out.mkdir(exist_ok=True)

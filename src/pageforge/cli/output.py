@@ -11,7 +11,7 @@ from types import TracebackType
 from typing import Any, TypeVar
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, ProgressColumn, TextColumn
 from rich.table import Table
 
 from pageforge.errors import OutOfPages, PageForgeError
@@ -130,14 +130,18 @@ def is_terminal() -> bool:
     return sys.stdout.isatty() and os.environ.get("TERM", "") not in ("dumb", "unknown")
 
 
-def bar() -> Progress:
-    """A progress bar on stderr; nothing where that is not a terminal."""
+def bar(last: ProgressColumn | None = None, *, auto_refresh: bool = True) -> Progress:
+    """A progress bar on stderr; nothing where that is not a terminal.
+
+    `last`: what stands behind the bar, by default how many are done.
+    """
     console = stderr()
     return Progress(
-        TextColumn("{task.description}"),
+        TextColumn("{task.description}", markup=False),
         BarColumn(),
-        MofNCompleteColumn(),
+        last or MofNCompleteColumn(),
         console=console,
+        auto_refresh=auto_refresh,
         transient=True,
         disable=not sys.stderr.isatty() or console.is_dumb_terminal,
     )

@@ -1,4 +1,4 @@
-"""The decode benchmark on a tiny model on the CPU: what it counts, not how fast that is."""
+"""The latency benchmark on a tiny model on the CPU: what it counts, not how fast that is."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from rich.console import Console
 from tests.bench.conftest import CPU, only
 
 from pageforge import ops
-from pageforge.bench import caches, decode, steps
+from pageforge.bench import caches, ceilings, latency, steps
 from pageforge.bench.caches import WAYS, Sequences, Setting, Start
-from pageforge.bench.decode_context import DecodeBench
 from pageforge.bench.harness import Budget
+from pageforge.bench.latency_context import LatencyBench
 from pageforge.bench.models import make_model, twin
 from pageforge.bench.report import Report
 
@@ -26,8 +26,11 @@ def model():
 
 
 @pytest.fixture
-def tiny(model, report: Report, screen: io.StringIO) -> DecodeBench:
-    return DecodeBench(
+def tiny(
+    model, report: Report, screen: io.StringIO, monkeypatch: pytest.MonkeyPatch
+) -> LatencyBench:
+    monkeypatch.setitem(ceilings.READ_BYTES, "cpu", 1 << 20)
+    return LatencyBench(
         model,
         "tiny",
         report,
@@ -35,29 +38,44 @@ def tiny(model, report: Report, screen: io.StringIO) -> DecodeBench:
         Budget(None),
         batches=(1, 2),
         prompts=(3, 10),
-        steps=10,
+        steps=30,
+        padded_batch=2,
         generated=4,
         memory_steps=20,
         ways={name: WAYS[name] for name in ("dynamic", "static", "paged", "pageforge")},
     )
 
 
-def test_a_run(tiny: DecodeBench, screen: io.StringIO) -> None:
-    decode.run(tiny)
+def test_a_run(tiny: LatencyBench, screen: io.StringIO) -> None:
+    latency.run(tiny)
     records = tiny.report.records
-    found = only(records, section="step")
+    found = only(records, section="steps")
     assert len(found) == 2 * 2 * 4
-    assert all("failure" not in record for record in found), found
-    for record in found:
-        assert 0 < record["p50_ms"] <= record["p90_ms"] <= record["p99_ms"] <= record["max_ms"]
+    (left_padded,) = only(records, section="padded", way="pageforge")
+    assert [(r["padded"], r["batch"], r["prompt"]) for r in only(records, section="padded")] == [
+        (True, 2, 10)
+    ] * 4
+    assert all("failure" not in record for record in records), records
+    for record in [*found, left_padded]:
+        assert record["model"] == "tiny"
+        assert record["timed_steps"] == 28  # of 30, less the first of each block
+        assert 0 < record["p50_ms"] <= record["p95_ms"] <= record["p99_ms"] <= record["max_ms"]
+        assert record["p50_ms_low"] <= record["p50_ms_high"] <= record["max_ms"]
+        assert 0 < record["mean_ms"] < record["max_ms"]
+        assert record["over_dynamic_low"] <= record["over_dynamic"] <= record["over_dynamic_high"]
         assert record["logits_error"] < 1e-5
+        assert record["cudnn"] is None  # there is none on the CPU
     assert all(r["over_dynamic"] == 1 for r in only(found, way="dynamic"))
-    assert {r["cudnn"] for r in found} == {"off"}
+    assert not only(records, section="cudnn")
     # 2 layers, K and V, 2 heads of 16 dims, 4 bytes; half of the steps are done on average.
     (one,) = only(found, batch=2, prompt=3, way="paged")
-    assert one["kv_bytes"] == 2 * (3 + steps.WARMUP + 5) * 2 * 2 * 2 * 16 * 4
-    (dynamic,) = only(records, section="generate")
-    assert (dynamic["batch"], dynamic["new_tokens"], dynamic["over_dynamic"]) == (2, 4, 1)
+    assert one["kv_bytes"] == 2 * (3 + steps.WARMUP + 15) * 2 * 2 * 2 * 16 * 4
+    generated = only(records, section="generate")
+    assert [r["way"] for r in generated] == ["dynamic", "paged", "pageforge"]
+    for record in generated:
+        assert (record["batch"], record["new_tokens"], record["same_tokens"]) == (2, 4, 1)
+        assert 0 < record["tokens_per_s_low"] <= record["tokens_per_s"]
+    assert generated[0]["over_dynamic"] == 1
     (paged,) = only(records, section="memory", way="paged")
     # Two rows of 23 tokens take two pages each, of 2 layers.
     assert paged["pages_bytes"] == 2 * 2 * 16 * 2 * 2 * 2 * 16 * 4
@@ -65,10 +83,14 @@ def test_a_run(tiny: DecodeBench, screen: io.StringIO) -> None:
     assert paged["gathers"] == 2 * 20  # stock attention: every layer of every step
     (in_place,) = only(records, section="memory", way="pageforge")
     assert in_place["gathers"] == 0
-    assert "tiny, batch 2, prompt 10, 10 steps, cuDNN attention off" in screen.getvalue()
+    assert "tiny, batch 2, prompt 10, left-padded, 30 steps" in screen.getvalue()
 
 
-def test_a_way_that_explodes_is_noted_and_the_others_go_on(tiny: DecodeBench) -> None:
+def plan(bench: LatencyBench, batch: int) -> steps.Plan:
+    return steps.Plan("steps", list(bench.ways), batch, bench.prompts, bench.steps)
+
+
+def test_a_way_that_explodes_is_noted_and_the_others_go_on(tiny: LatencyBench) -> None:
     @contextlib.contextmanager
     def at_once(setting: Setting) -> Iterator[Start]:
         raise ImportError("not installed")
@@ -88,7 +110,7 @@ def test_a_way_that_explodes_is_noted_and_the_others_go_on(tiny: DecodeBench) ->
         yield start
 
     tiny.ways = {"absent": at_once, "dynamic": WAYS["dynamic"], "stops": on_the_way}
-    steps.steps(tiny, 1, 10, None, "off")
+    steps.follow(tiny, plan(tiny, 1))
     found = {r["way"]: r for r in only(tiny.report.records, prompt=3)}
     assert found["absent"]["failure"] == "absent: not installed"
     assert found["stops"]["failure"] == "StopIteration: no message"
@@ -96,7 +118,7 @@ def test_a_way_that_explodes_is_noted_and_the_others_go_on(tiny: DecodeBench) ->
 
 
 def test_a_way_that_computes_something_else_is_seen(
-    tiny: DecodeBench, monkeypatch: pytest.MonkeyPatch
+    tiny: LatencyBench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     gather = ops.gather_kv
 
@@ -106,13 +128,13 @@ def test_a_way_that_computes_something_else_is_seen(
         return key, value
 
     monkeypatch.setattr(ops, "gather_kv", forgetful)
-    steps.steps(tiny, 2, 10, None, "off")
+    steps.follow(tiny, plan(tiny, 2))
     errors = {r["way"]: r["logits_error"] for r in only(tiny.report.records, prompt=3)}
     assert errors["static"] < 1e-5
     assert errors["paged"] > 1e-3
 
 
-def test_ways_see_the_same_tokens_in_turns(tiny: DecodeBench) -> None:
+def test_ways_see_the_same_tokens_in_turns(tiny: LatencyBench) -> None:
     seen: dict[str, list[int]] = {"a": [], "b": []}
     order: list[str] = []
 
@@ -134,18 +156,40 @@ def test_ways_see_the_same_tokens_in_turns(tiny: DecodeBench) -> None:
     assert blocks == ["a", "b", "b", "a", "a", "b"]
 
 
-def test_steps_end_where_the_positions_do(tiny: DecodeBench) -> None:
+def test_steps_end_where_the_positions_do(tiny: LatencyBench) -> None:
     tiny.prompts = (100,)
-    steps.steps(tiny, 1, 500, None, "off")
+    tiny.steps = 500
+    steps.follow(tiny, plan(tiny, 1))
     assert {r["steps"] for r in tiny.report.records} == {128 - 100 - steps.WARMUP}
 
 
-def test_what_there_is_no_time_for_is_named(tiny: DecodeBench) -> None:
+def test_what_there_is_no_time_for_is_named(tiny: LatencyBench) -> None:
     tiny.budget = Budget(0)
-    decode.run(tiny)
-    assert tiny.report.records == []
-    assert "generate, batch 2" in tiny.budget.left_out
-    assert "steps, batch 1, cuDNN off" in tiny.budget.left_out
+    latency.run(tiny)
+    assert [record["section"] for record in tiny.report.records] == ["ceilings"]
+    assert tiny.budget.left_out == ["steps", "padded", "generate", "memory"]
+    steps.steps(tiny)
+    assert tiny.budget.left_out[4:] == ["steps, batch 1", "steps, batch 2"]
+
+
+def test_left_padding_reaches_every_way(tiny: LatencyBench) -> None:
+    """A way that forgot the mask would say something else than the others."""
+    setting = Setting(tiny.model, 2, pads=(0, 3))
+    prompt, token = tiny.tokens(2, 5), tiny.tokens(2, 1)
+    other_pads = prompt.clone()
+    other_pads[1, :3] = (other_pads[1, :3] + 1) % 256
+    for name in tiny.ways:
+        with tiny.ways[name](setting) as start, torch.no_grad():
+            said = []
+            for tokens in (prompt, other_pads):
+                sequences = start(6)
+                sequences(tokens)
+                said.append(sequences(token))
+        torch.testing.assert_close(said[0], said[1], atol=1e-5, rtol=0)
+    with WAYS["dynamic"](Setting(tiny.model, 2)) as start, torch.no_grad():
+        sequences = start(6)
+        sequences(prompt)
+        assert (sequences(token) - said[0])[1].abs().max() > 0.1
 
 
 def test_a_twin_shares_weights_and_nothing_else(model) -> None:
