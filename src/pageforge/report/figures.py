@@ -8,6 +8,7 @@ from typing import Any
 
 from pageforge.report.palette import Look, looks
 from pageforge.report.panels.base import Panel
+from pageforge.report.panels.curves import Curve
 
 Record = Mapping[str, Any]
 """One result: `section`, and the question's own fields."""
@@ -79,10 +80,17 @@ def described(record: Record, *fields: str) -> list[str]:
     return found
 
 
-def setting(results: Sequence[Record], *fields: str) -> str:
-    """What is the same in all records, as the section `setting` has it; "" without one."""
-    found = next((record for record in results if record["section"] == "setting"), {})
-    return ", ".join(described(found, *fields))
+def same(records: Sequence[Record], *fields: str) -> str:
+    """What all records agree on, as a sentence, such as `Model gpt2, 8 sequences.`, or nothing."""
+    agreed = {
+        name: records[0].get(name)
+        for name in fields
+        if records and len({str(record.get(name)) for record in records}) == 1
+    }
+    text = ", ".join(described(agreed, *fields))
+    if isinstance(agreed.get("model"), str):
+        text = f"model {text}"
+    return f"{text[:1].upper()}{text[1:]}." if text else ""
 
 
 def grouped(records: Sequence[Record], *fields: str) -> dict[str, list[Record]]:
@@ -91,6 +99,22 @@ def grouped(records: Sequence[Record], *fields: str) -> dict[str, list[Record]]:
     for record in records:
         groups.setdefault(", ".join(described(record, *fields)), []).append(record)
     return groups
+
+
+def by_way(
+    records: Sequence[Record], over: str, value: str, *, way: str = "way", spread: bool = False
+) -> list[Curve]:
+    """A curve for each of what `way` says, in order of `over`.
+
+    `spread`: with whiskers, from the fields `<value>_low` and `<value>_high`, to where these are.
+    """
+    found = []
+    for name, unordered in grouped(records, way).items():
+        group = sorted(unordered, key=lambda record: record[over])
+        x, y = [record[over] for record in group], [record[value] for record in group]
+        low, high = ([record.get(f"{value}_{end}") for record in group] for end in ("low", "high"))
+        found.append(Curve(name, x, y, low, high) if spread else Curve(name, x, y))
+    return found
 
 
 def is_number(value: Any) -> bool:

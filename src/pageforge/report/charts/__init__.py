@@ -2,12 +2,27 @@
 
 from collections.abc import Mapping
 
-from pageforge.report.charts import decode, kernels, throughput, vram
+from pageforge.report.charts import (
+    kernels,
+    latency,
+    lifecycle,
+    parity,
+    recording,
+    sharing,
+    sweep,
+    throughput,
+    vram,
+)
 from pageforge.report.figures import Draw
 
 CHARTS: Mapping[str, Draw] = {
-    "decode": decode.figures,
     "kernels": kernels.figures,
+    "latency": latency.figures,
+    "lifecycle": lifecycle.figures,
+    "parity": parity.figures,
+    "recording": recording.figures,
+    "sharing": sharing.figures,
+    "sweep": sweep.figures,
     "throughput": throughput.figures,
     "vram": vram.figures,
 }

@@ -18,6 +18,8 @@ PEERS = {
 }
 """By how their candidates' names begin: of several variants the fastest is drawn."""
 
+RATE = Axis("rate", "B/s", prefixed=True)
+
 RANDOM = "Queries, keys and values are random numbers; every output was checked."
 
 
@@ -101,8 +103,10 @@ def _cache_ops(results: Sequence[Record]) -> Figure:
 
 
 def _copy_share(record: Record) -> Bar:
-    share = record["bytes"] / record["us"] * 1e6 / record["ceiling_bytes_per_s"]
-    return Bar(record["candidate"].partition(" ")[0], share, label=record.get("sizes", ""))
+    rate = record["bytes"] / record["us"] * 1e6
+    share = rate / record["ceiling_bytes_per_s"]
+    name = record["candidate"].partition(" ")[0]
+    return Bar(name, share, label=record.get("sizes", ""), note=RATE.text(rate, 3))
 
 
 def _by_candidate(records: Sequence[Record]) -> dict[str, list[Record]]:

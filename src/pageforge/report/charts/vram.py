@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from pageforge.report.axis import Axis
-from pageforge.report.figures import Figure, Record, failures, grouped, ran, setting
+from pageforge.report.figures import Figure, Record, by_way, failures, grouped, ran, same
 from pageforge.report.panels.bars import Bar, Bars
-from pageforge.report.panels.curves import Curve, Curves
+from pageforge.report.panels.curves import Curves
 
 STEP = Axis("decode step")
 BYTES = {
@@ -18,19 +18,19 @@ BYTES = {
 
 def figures(results: Sequence[Record]) -> Iterator[Figure]:
     """Bytes at each step; sequences in a gigabyte; sequences in a pool that is filled."""
-    case = setting(results, "model", "sequences", "prompt_tokens", "page_tokens")
+    case = same(ran(results, "setting"), "model", "sequences", "prompt_tokens", "page_tokens")
     yield Figure(
         "growth",
         "Memory behind the cache",
         f"Bytes over what was taken before the cache was made, as the driver (CUDA) or the "
-        f"operating system (CPU) reports them; each cache alone. {case}.",
+        f"operating system (CPU) reports them; each cache alone. {case}",
         "The model and its activations: K/V go through each cache's own update without them.",
         [
             Curves(
                 "",
                 STEP,
                 Axis(label, "B", prefixed=True),
-                _by_way(results, "growth", "step", field),
+                by_way(ran(results, "growth", "step", field), "step", field),
                 "step",
             )
             for field, label in BYTES.items()
@@ -38,11 +38,11 @@ def figures(results: Sequence[Record]) -> Iterator[Figure]:
         ],
         failures(results, "growth", "way"),
     )
-    density = _by_way(results, "growth", "step", "sequences_per_gb")
+    density = by_way(ran(results, "growth", "step", "sequences_per_gb"), "step", "sequences_per_gb")
     yield Figure(
         "density",
         "Sequences in a gigabyte",
-        f"Sequences over the bytes measured above. {case}.",
+        f"Sequences over the bytes measured above. {case}",
         "Rows of unlike lengths, where a padded cache pays for the longest: here all grow alike.",
         [Curves("", STEP, Axis("sequences per GB", log=True), density)] if density else [],
     )
@@ -59,11 +59,3 @@ def figures(results: Sequence[Record]) -> Iterator[Figure]:
         ],
         failures(results, "most-sequences", "way", "tokens"),
     )
-
-
-def _by_way(results: Sequence[Record], section: str, over: str, field: str) -> list[Curve]:
-    """A curve a way."""
-    return [
-        Curve(way, [r[over] for r in records], [r[field] for r in records])
-        for way, records in grouped(ran(results, section, over, field), "way").items()
-    ]

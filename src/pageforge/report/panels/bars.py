@@ -15,7 +15,7 @@ AROUND = 64
 """CSS pixels of a bar with its gap, and of what stands around the bars."""
 
 ROOM = 1.03
-FIGURE = 58
+LETTER, SPACE = 7, 14
 """Where the axis ends, over the longest bar; CSS pixels beyond it, for that bar's figure."""
 
 TICKS = 4
@@ -27,13 +27,17 @@ DIGITS = 3
 
 @dataclass(frozen=True)
 class Bar:
-    """`value` of a way. `low`, `high`: its spread. `label`: beside the bar, if not the name."""
+    """`value` of a way. `low`, `high`: its spread. `note`: what stands behind the figure.
+
+    `label`: beside the bar, if not the name.
+    """
 
     name: str
     value: float
     low: float | None = None
     high: float | None = None
     label: str = ""
+    note: str = ""
 
     @property
     def where(self) -> str:
@@ -72,6 +76,14 @@ class Bars:
     def _end(self) -> float:
         return ROOM * max((bar.value + bar.whiskers[1] for bar in self.bars), default=1) or 1
 
+    @property
+    def _figures(self) -> list[str]:
+        return [self._text(bar) for bar in self.bars]
+
+    def _text(self, bar: Bar) -> str:
+        figure = self.value.text(bar.value, DIGITS)
+        return f"{figure} ({bar.note})" if bar.note else figure
+
     def traces(self) -> list[dict[str, Any]]:
         """See `Panel`: a bar, and its figure at its end or that of its whisker."""
         look = looks(self.names)
@@ -89,7 +101,7 @@ class Bars:
             "yaxis": rows([bar.where for bar in self.bars]),
             "barmode": "overlay",
             "bargap": 0.35,
-            "margin": {**MARGIN, "r": FIGURE},
+            "margin": {**MARGIN, "r": SPACE + LETTER * max(map(len, self._figures), default=0)},
             "hovermode": "closest",
         }
 
@@ -104,7 +116,7 @@ class Bars:
                     bar.value, row, xerr=[[below], [above]], ecolor=LIGHT["ink"], capsize=2
                 )
             axes.annotate(
-                self.value.text(bar.value, DIGITS),
+                self._text(bar),
                 (bar.value + above, row),
                 xytext=(4, 0),
                 textcoords="offset points",
@@ -144,7 +156,7 @@ class Bars:
             "name": bar.name,
             "x": [bar.value + bar.whiskers[1]],
             "y": [bar.where],
-            "text": [f" {self.value.text(bar.value, DIGITS)}"],
+            "text": [f" {self._text(bar)}"],
             "textposition": "middle right",
             "textfont": {"color": "var(--ink)"},
             "cliponaxis": False,
