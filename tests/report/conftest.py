@@ -1,4 +1,4 @@
-"""A report of the samples, made once."""
+"""Samples of result files, and the page that they make."""
 
 from __future__ import annotations
 
@@ -7,19 +7,21 @@ from pathlib import Path
 import pytest
 from tests.report import samples
 
-from pageforge.report import write_report
+from pageforge.report.page import page, sections
+from pageforge.report.results import read_sets
 
 
 @pytest.fixture(scope="session")
 def results(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Result files of two machines."""
+    """Result files of two machines, of which one was asked two questions alone."""
     folder = tmp_path_factory.mktemp("results")
     samples.write(folder / "cpu")
-    samples.write(folder / "h200", samples.H200)
+    samples.write(folder / "h200", samples.H200, ["vram", "latency"])
     return folder
 
 
 @pytest.fixture(scope="session")
-def written(results: Path, tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
-    """What a report of them consists of, the page first."""
-    return write_report(results, tmp_path_factory.mktemp("report"))
+def text(results: Path) -> str:
+    """The page of them."""
+    sets = read_sets(results)
+    return page(sets, sections(sets))

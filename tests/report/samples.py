@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -78,7 +78,127 @@ def kernels() -> Iterator[Record]:
     yield {"section": "decode", **case, "candidate": "flashinfer", "us": None, "failure": FAILURE}
 
 
-SAMPLES = {"vram": vram, "latency": latency, "kernels": kernels}
+def throughput() -> Iterator[Record]:
+    """Two ways all at once, and at two rates of arrival."""
+    case = {"workload": "uniform", "requests": 256}
+    for way, rate in (("engine", 101_563.0), ("generate", 8_814.0)):
+        low, high = 0.9 * rate, 1.1 * rate
+        rates = {"tokens_per_s": rate, "tokens_per_s_low": low, "tokens_per_s_high": high}
+        yield {"section": "throughput", **case, "way": way, **rates}
+        for share in (0.25, 0.75):
+            yield {
+                "section": "arrivals",
+                **case,
+                "way": way,
+                "share": share,
+                "rate_per_s": share * rate / 128,
+                "ttft_p50_ms": 20 / (1 - share),
+                "ttft_p99_ms": 90 / (1 - share),
+                "tpot_p50_ms": 2.5,
+                "tpot_p99_ms": 4.0,
+                "goodput_per_s": share * rate / 150,
+                "ttft_limit_ms": 500.0,
+                "tpot_limit_ms": 40.0,
+            }
+    yield {"section": "throughput", **case, "way": "generate_batch", "failure": FAILURE}
+
+
+def lifecycle() -> Iterator[Record]:
+    """Two batches of five steps; at the end of each nothing is used, and nothing is full."""
+    for batch in (1, 2):
+        for step in range(5):
+            used = 4 - step
+            yield {
+                "section": "timeline",
+                "batch": batch,
+                "step": step,
+                "sequences": used,
+                "utilisation": 0.8 if used else None,
+                "pages_bytes": used * 589_824,
+                "mapped_bytes": 6_291_456,
+            }
+    yield {"section": "reuse", "pages_second": 18, "pages_reused": 18}
+    yield {"section": "afterwards", "when": "trimmed", "failure": FAILURE}
+
+
+def parity() -> Iterator[Record]:
+    """Two models; one way has the same bits."""
+    for model in ("gpt2", "llama"):
+        for way, difference in (("paged", 0.0), ("pageforge", 3e-6), ("one token lost", 2.4)):
+            yield {
+                "section": "parity",
+                "model": model,
+                "dtype": "float32",
+                "way": way,
+                "max_difference": difference,
+                "same_argmax": 1.0 if difference < 1 else 0.9,
+                "differences": [difference / (1 + step) for step in range(40)],
+            }
+    yield {"section": "parity", "model": "llama", "way": "engine", "failure": FAILURE}
+
+
+def sharing() -> Iterator[Record]:
+    """Beams of two ways."""
+    for way, size in (("dynamic", 500_000), ("paged", 300_000)):
+        pages = {"pages_shared": 4, "pages_used": 20, "pages_named": 60, "pages_copied": 9}
+        held = {"cache_peak_bytes": size} | (pages if way == "paged" else {})
+        yield {"section": "sharing", "case": "beams", "way": way, **held}
+        for step in range(9):
+            grown = size * (step + 1) // 9
+            yield {"section": "steps", "case": "beams", "way": way, "step": step} | {
+                "cache_bytes": grown
+            }
+    yield {"section": "sharing", "case": "beams", "way": "pageforge", "failure": FAILURE}
+
+
+def sweep() -> Iterator[Record]:
+    """Three page sizes; a pool that was too small for one of them."""
+    for size in (8, 16, 256):
+        for pool in ("ample", "1/10"):
+            yield {
+                "section": "workload",
+                "pool": pool,
+                "page_size": size,
+                "tokens_per_s": 900.0 - size,
+                "tokens_per_s_low": 800.0 - size,
+                "tokens_per_s_high": 1000.0 - size,
+                "pages_over_live": 1 + size / 200,
+                "mapped_over_live": 1.1 + size / 200,
+            }
+        times = {"p25_ms": 5.0, "p50_ms": 6.0, "p75_ms": 7.0}
+        yield {"section": "step", "way": "pageforge", "page_size": size, **times}
+        yield {"section": "kernel", "shape": "1x8k", "page_size": size, "read_share": 0.9}
+    yield {"section": "workload", "pool": "1/10", "page_size": 64, "failure": FAILURE}
+
+
+def recording() -> Iterator[Record]:
+    """A cache, which waits for nobody."""
+    yield {"section": "source", "source": "cache", "model": "llama", "page_size": 16}
+    for step in range(30):
+        yield {
+            "section": "step",
+            "when": "step",
+            "step": step,
+            "pages_used": step // 2,
+            "pages_cached": 0,
+            "bytes_in_use": step // 2 * 8192,
+            "bytes_mapped": 2_097_152,
+            "running": 1,
+            "tokens": 8 * step,
+        }
+
+
+SAMPLES = {
+    "kernels": kernels,
+    "latency": latency,
+    "lifecycle": lifecycle,
+    "parity": parity,
+    "recording": recording,
+    "sharing": sharing,
+    "sweep": sweep,
+    "throughput": throughput,
+    "vram": vram,
+}
 
 CUT_SHORT = "kernels"
 """A question whose run has no end in `write`."""
@@ -86,14 +206,14 @@ CUT_SHORT = "kernels"
 LEFT_OUT = "a case for which there was no time"
 
 
-def write(folder: Path, machine: dict[str, Any] = CPU) -> None:
-    """A result file of each sample."""
+def write(folder: Path, machine: dict[str, Any] = CPU, questions: Collection[str] = ()) -> None:
+    """A result file of each of `questions`, by default of each sample but one."""
     folder.mkdir(parents=True, exist_ok=True)
     titles = {name: question.title for name, question in QUESTIONS.items()}
-    for question, records in SAMPLES.items():
+    for question in questions or SAMPLES.keys() - {MISSING}:
         path = folder / f"{question}.jsonl"
         report = Report(question, titles.get(question, f"{question}?"), path, machine)
-        for record in records():
+        for record in SAMPLES[question]():
             report.add(**record)
         if question != CUT_SHORT:
             report.end([LEFT_OUT])

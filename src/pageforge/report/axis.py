@@ -7,6 +7,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from pageforge.geometry import ceil_div
+
 PREFIXES = {12: "T", 9: "G", 6: "M", 3: "k", 0: "", -3: "m", -6: "\N{MICRO SIGN}"}
 """Of the SI, by the power of ten."""
 
@@ -14,8 +16,11 @@ DIGITS = 4
 """Significant ones, in what a pointer reads."""
 
 STEPS = (1, 2, 5)
-FEW_DECADES = 2
-"""A logarithmic axis over so many decades has ticks inside them as well."""
+FEW_DECADES, MANY_DECADES = 2, 5
+"""A logarithmic axis over few decades has ticks inside them as well; over many, not at each."""
+
+SMALL = 1e-4
+"""Below this, numbers are written with a power of ten."""
 
 LONG_UNIT = 2
 """A unit of more letters stands in the title, not at every tick."""
@@ -91,7 +96,8 @@ class Axis:
             return list(self.values)
         low, high = math.floor(math.log10(min(positive))), math.ceil(math.log10(max(positive)))
         within = STEPS if high - low <= FEW_DECADES else STEPS[:1]
-        return [step * 10.0**power for power in range(low, high + 1) for step in within]
+        every = ceil_div(high - low, MANY_DECADES) or 1
+        return [step * 10.0**power for power in range(low, high + 1, every) for step in within]
 
     def _tick(self, value: float) -> str:
         if not self.prefixed:
@@ -104,6 +110,8 @@ def rounded(value: float, digits: int = DIGITS) -> str:
     """`value` with so many significant digits, or all those of a whole number."""
     if not value or float(value).is_integer():
         return f"{value:,.0f}"
+    if abs(value) < SMALL:
+        return f"{value:.{digits - 1}e}".replace("e-0", "e-").replace(".000", "")
     places = max(0, digits - 1 - math.floor(math.log10(abs(value))))
     text = f"{value:,.{places}f}"
     return text.rstrip("0").rstrip(".") if "." in text else text

@@ -60,7 +60,7 @@ def failures(results: Sequence[Record], section: str, *who: str) -> list[str]:
     """`way, batch 32: the reason` for each record of a section that failed; `who`: its fields."""
     return list(
         dict.fromkeys(
-            f"{', '.join(described(record, *who))}: {record['failure']}"
+            ": ".join(filter(None, [", ".join(described(record, *who)), record["failure"]]))
             for record in results
             if record["section"] == section and record.get("failure")
         )

@@ -51,6 +51,14 @@ class Entry:
     figures: Sequence[Shown]
     tables: Sequence[Table]
 
+    @property
+    def status(self) -> str:
+        """How much of an answer it is."""
+        if not self.file.complete:
+            return "cut short"
+        failed = all(result.get("failure") for result in self.file.results)
+        return "could not run" if failed else "measured"
+
 
 @dataclass(frozen=True)
 class Section:
@@ -147,21 +155,18 @@ def _charts(questions: Sequence[Section]) -> list[dict[str, Any]]:
     """What our script hands to Plotly, which has checked it."""
     import plotly.graph_objects
 
-    charts = [
-        chart
-        for question in questions
-        for entry in question.entries.values()
-        for shown in entry.figures
-        for chart in shown.charts
-    ]
     return [
         {
             "id": chart.id,
             **plotly.graph_objects.Figure(
-                chart.panel.traces(), {"margin": MARGIN, **chart.panel.layout(), "template": {}}
+                chart.panel.traces(shown.figure.legend),
+                {"margin": MARGIN, **chart.panel.layout(), "template": {}},
             ).to_plotly_json(),
         }
-        for chart in charts
+        for question in questions
+        for entry in question.entries.values()
+        for shown in entry.figures
+        for chart in shown.charts
     ]
 
 

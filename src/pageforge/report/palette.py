@@ -94,7 +94,10 @@ class Look:
         return MARKS[self.marker]
 
 
-WAYS: Mapping[str, Look] = {
+Looks = Mapping[str, Look]
+"""By name."""
+
+WAYS: Looks = {
     "dynamic": Look("vermilion", "square"),
     "static": Look("purple", "diamond"),
     "static 512": Look("purple", "diamond"),

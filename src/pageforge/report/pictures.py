@@ -7,7 +7,7 @@ from typing import Any
 
 from pageforge.geometry import ceil_div
 from pageforge.report.figures import Figure
-from pageforge.report.palette import LIGHT
+from pageforge.report.palette import LIGHT, Looks
 from pageforge.report.panels.base import Panel
 
 PANEL_WIDTH = 4.6
@@ -43,7 +43,7 @@ def picture(figure: Figure, on: str, path: Path) -> None:
     canvas.set_layout_engine("constrained", rect=inside)
     grid = canvas.subplots(len(rows), columns, squeeze=False, height_ratios=heights)
     for axes, panel in zip(grid.flat, panels, strict=False):
-        _draw(axes, panel)
+        _draw(axes, panel, figure.legend)
     for axes in grid.flat[len(panels) :]:
         axes.set_axis_off()
     title = f"{figure.title}  ({figure.key})" if figure.key else figure.title
@@ -53,13 +53,13 @@ def picture(figure: Figure, on: str, path: Path) -> None:
     canvas.savefig(path)
 
 
-def _draw(axes: Any, panel: Panel) -> None:
+def _draw(axes: Any, panel: Panel, look: Looks) -> None:
     axes.set_axisbelow(True)
     axes.grid(color=LIGHT["rule"], linewidth=0.6)
     axes.spines[["top", "right"]].set_visible(False)
     axes.spines[["left", "bottom"]].set_color(LIGHT["rule"])
     axes.tick_params(colors=LIGHT["muted"], labelsize=8)
-    panel.draw(axes)
+    panel.draw(axes, look)
     heading = f"{panel.title}: {panel.value.title}" if panel.title else panel.value.title
     axes.set_title(heading, loc="left", size=8.5, color=LIGHT["ink"])
     axes.xaxis.label.set(size=8, color=LIGHT["muted"])

@@ -9,14 +9,15 @@ from pageforge.report.figures import Figure, Record, ran, same
 from pageforge.report.figures import failures as failed
 from pageforge.report.panels.curves import Curve, Curves
 
-SERIES = {
-    "bytes": (
+SERIES = (
+    (
         Axis("bytes", "B", prefixed=True),
         {"mapped_bytes": "mapped", "pages_bytes": "used pages"},
     ),
-    "how full the used pages are": (Axis("share"), {"utilisation": "utilisation"}),
-    "sequences": (Axis("sequences"), {"sequences": "sequences"}),
-}
+    (Axis("how full the used pages are"), {"utilisation": "utilisation"}),
+    (Axis("sequences"), {"sequences": "sequences"}),
+)
+"""What is counted, and the fields that say so, with their names."""
 
 
 def figures(results: Sequence[Record]) -> Iterator[Figure]:
@@ -36,8 +37,8 @@ def figures(results: Sequence[Record]) -> Iterator[Figure]:
         f"its used pages' own bytes, after every step.{told} {case}",
         "The model: K/V go through the caches' own update without it.",
         [
-            Curves(title, Axis("step of the run"), value, _curves(moments, fields), "step")
-            for title, (value, fields) in SERIES.items()
+            Curves("", Axis("step of the run"), value, _curves(moments, fields), "step")
+            for value, fields in SERIES
             if moments
         ],
         [

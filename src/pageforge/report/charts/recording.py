@@ -8,23 +8,24 @@ from pageforge.report.axis import Axis
 from pageforge.report.figures import Figure, Record, ran, same
 from pageforge.report.panels.curves import Curve, Curves
 
-SERIES = {
-    "memory": (
+SERIES = (
+    (
         Axis("bytes", "B", prefixed=True),
         {"bytes_mapped": "mapped", "bytes_in_use": "used pages"},
     ),
-    "pages": (Axis("pages"), {"pages_used": "used", "pages_cached": "kept for reuse"}),
-    "sequences": (Axis("sequences"), {"running": "running", "waiting": "waiting"}),
-    "tokens": (Axis("tokens held"), {"tokens": "tokens"}),
-}
+    (Axis("pages"), {"pages_used": "used pages", "pages_cached": "pages kept for reuse"}),
+    (Axis("sequences"), {"running": "running", "waiting": "waiting"}),
+    (Axis("tokens held"), {"tokens": "tokens"}),
+)
+"""What is counted, and the fields that say so, with their names."""
 
 
 def figures(results: Sequence[Record]) -> Iterator[Figure]:
     """Memory, pages, sequences and tokens over the steps."""
     rows = ran(results, "step", "step")
     panels = [
-        Curves(title, Axis("step"), value, curves, "step")
-        for title, (value, fields) in SERIES.items()
+        Curves("", Axis("step"), value, curves, "step")
+        for value, fields in SERIES
         if (curves := _curves(rows, fields))
     ]
     source = same(ran(results, "source"), "model", "source", "page_size", "pages_total", "dtype")

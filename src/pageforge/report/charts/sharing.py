@@ -42,16 +42,28 @@ def figures(results: Sequence[Record]) -> Iterator[Figure]:
             for name, group in grouped(steps, "case").items()
         ],
     )
-    paged = ran(records, "sharing", "pages_used", "pages_named", "pages_copied")
+    paged = ran(records, "sharing", "pages_shared", "pages_used", "pages_named")
     yield Figure(
         "pages",
-        "Pages that are shared and copied",
-        f"The most pages in use at any step, the most entries of all page tables, and the pages "
-        f"copied because one of several holders wrote. {case}",
+        "Pages that are shared",
+        f"The most pages that several sequences shared at any step, the most pages in use, and the "
+        f"most entries of all page tables, each of which would be a page if nothing were shared. "
+        f"{case}",
         "Which pages they are.",
         [
             Dots(name, Axis("pages"), [_pages(record) for record in group])
             for name, group in grouped(paged, "case").items()
+        ],
+    )
+    copied = ran(paged, "sharing", "pages_copied")
+    yield Figure(
+        "copied",
+        "Pages that are copied",
+        f"Pages that one of several holders wrote to, and so had copied, in the whole run. {case}",
+        "What DynamicCache copies: all of it, whenever beams change places.",
+        [
+            Bars(name, Axis("pages copied"), [Bar(r["way"], r["pages_copied"]) for r in group])
+            for name, group in grouped(copied, "case").items()
         ],
     )
 
@@ -60,8 +72,8 @@ def _pages(record: Record) -> Row:
     return Row(
         record["way"],
         {
-            "pages": record["pages_used"],
+            "shared": record["pages_shared"],
+            "in use": record["pages_used"],
             "entries of page tables": record["pages_named"],
-            "copied": record["pages_copied"],
         },
     )

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from pageforge.report.axis import Axis
-from pageforge.report.palette import LIGHT, looks
+from pageforge.report.palette import LIGHT, Looks
 from pageforge.report.panels.base import MARGIN
 
 BAR = 34
@@ -84,9 +84,8 @@ class Bars:
         figure = self.value.text(bar.value, DIGITS)
         return f"{figure} ({bar.note})" if bar.note else figure
 
-    def traces(self) -> list[dict[str, Any]]:
+    def traces(self, look: Looks) -> list[dict[str, Any]]:
         """See `Panel`: a bar, and its figure at its end or that of its whisker."""
-        look = looks(self.names)
         return [
             trace
             for bar in self.bars
@@ -105,9 +104,8 @@ class Bars:
             "hovermode": "closest",
         }
 
-    def draw(self, axes: Any) -> None:
+    def draw(self, axes: Any, look: Looks) -> None:
         """See `Panel`."""
-        look = looks(self.names)
         for row, bar in enumerate(self.bars):
             axes.barh(row, bar.value, 0.6, color=LIGHT[look[bar.name].colour], label=bar.name)
             below, above = bar.whiskers

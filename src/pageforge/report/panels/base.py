@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Any, Protocol
 
 from pageforge.report.axis import Axis
+from pageforge.report.palette import Looks
 
 MARGIN = {"l": 4, "r": 14, "t": 10, "b": 8}
 """CSS pixels around a chart; axes take what they need besides."""
@@ -42,11 +43,11 @@ class Panel(Protocol):
     def height(self) -> int:
         """In CSS pixels."""
 
-    def traces(self) -> list[dict[str, Any]]:
-        """Plotly's `data`."""
+    def traces(self, look: Looks) -> list[dict[str, Any]]:
+        """Plotly's `data`. `look`: that of each name, which is the whole figure's."""
 
     def layout(self) -> dict[str, Any]:
         """Plotly's `layout`."""
 
-    def draw(self, axes: Any) -> None:
+    def draw(self, axes: Any, look: Looks) -> None:
         """The same on Matplotlib's axes."""

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from pageforge.report.axis import Axis
-from pageforge.report.palette import LIGHT, Look, looks
+from pageforge.report.palette import LIGHT, Look, Looks
 
 MARKED = 24
 """A line of up to so many points shows each of them."""
@@ -63,9 +63,8 @@ class Curves:
     def _top(self) -> float:
         return HEADROOM * max(self._values, default=1) or 1
 
-    def traces(self) -> list[dict[str, Any]]:
+    def traces(self, look: Looks) -> list[dict[str, Any]]:
         """See `Panel`."""
-        look = looks(self.names)
         return [self._trace(curve, look[curve.name]) for curve in self.curves]
 
     def layout(self) -> dict[str, Any]:
@@ -86,9 +85,8 @@ class Curves:
             "annotations": [_name(*limit, self.value.log) for limit in self.limits.items()],
         }
 
-    def draw(self, axes: Any) -> None:
+    def draw(self, axes: Any, look: Looks) -> None:
         """See `Panel`."""
-        look = looks(self.names)
         for curve in self.curves:
             colour, marker = LIGHT[look[curve.name].colour], look[curve.name].mark.matplotlib
             marked = self.style == "points" or len(curve.x) <= MARKED

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from pageforge.report.axis import Axis
-from pageforge.report.palette import LIGHT, Look, looks
+from pageforge.report.palette import LIGHT, Look, Looks
 from pageforge.report.panels.bars import draw_rows, rows
 
 ROW = 30
@@ -61,9 +61,8 @@ class Dots:
     def _values(self) -> list[float]:
         return [value for row in self.rows for value in row.values.values()]
 
-    def traces(self) -> list[dict[str, Any]]:
+    def traces(self, look: Looks) -> list[dict[str, Any]]:
         """See `Panel`: a line from the first to the last figure of a row, and a symbol at each."""
-        look = looks(self.names)
         return [self._trace(row, look[row.name]) for row in self.rows]
 
     def layout(self) -> dict[str, Any]:
@@ -73,9 +72,8 @@ class Dots:
             value |= {"rangemode": "tozero"}
         return {"xaxis": value, "yaxis": rows(self.names), "hovermode": "closest"}
 
-    def draw(self, axes: Any) -> None:
+    def draw(self, axes: Any, look: Looks) -> None:
         """See `Panel`."""
-        look = looks(self.names)
         for at, row in enumerate(self.rows):
             colour, values = LIGHT[look[row.name].colour], list(row.values.values())
             axes.plot(
