@@ -1,7 +1,8 @@
 """How each way of holding a cache looks, the same in every chart, in light and in dark.
 
-The hues stay apart for the colour-blind (after Okabe and Ito), and a marker of its own says a way
-a second time. A page knows a colour by its CSS variable, so that it follows the reader's theme.
+Colours that meet in a chart stay apart for the colour-blind as well, in hue or in lightness, and a
+marker says each way a second time. A page knows a colour by its CSS variable, so that it follows
+the reader's theme.
 """
 
 from __future__ import annotations
@@ -20,16 +21,16 @@ LIGHT: Ink = {
     "rule": "#d9dfe5",
     "accent": "#0b5cad",
     "alarm": "#a8341f",
-    "blue": "#0b5cad",
-    "sky": "#2a93cf",
-    "green": "#0a8767",
-    "forest": "#06503c",
-    "vermilion": "#c94f16",
-    "amber": "#a87500",
-    "purple": "#7d4fa3",
-    "pink": "#c0558c",
-    "grey": "#79838d",
-    "slate": "#434c55",
+    "blue": "#374bd2",
+    "sky": "#3591da",
+    "green": "#50a288",
+    "forest": "#264e3a",
+    "vermilion": "#a55b34",
+    "amber": "#b28a13",
+    "purple": "#5e3182",
+    "pink": "#a64a8d",
+    "grey": "#5e7082",
+    "slate": "#2e353e",
 }
 DARK: Ink = {
     "paper": "#0e1216",
@@ -39,16 +40,16 @@ DARK: Ink = {
     "rule": "#2c343d",
     "accent": "#6cb0f5",
     "alarm": "#ff8f75",
-    "blue": "#4d9cf0",
-    "sky": "#8fd3f7",
-    "green": "#2fb78c",
-    "forest": "#a3ecd3",
-    "vermilion": "#ee7a3f",
-    "amber": "#dcae3c",
-    "purple": "#a97fd6",
-    "pink": "#eb94bd",
-    "grey": "#808b96",
-    "slate": "#c6ced6",
+    "blue": "#476dfa",
+    "sky": "#93d3fe",
+    "green": "#77cd95",
+    "forest": "#8cfdcf",
+    "vermilion": "#d26f22",
+    "amber": "#f1a723",
+    "purple": "#7d549d",
+    "pink": "#d784c5",
+    "grey": "#87909b",
+    "slate": "#c3cbd6",
 }
 
 
