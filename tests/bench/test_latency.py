@@ -64,7 +64,7 @@ def test_a_run(tiny: LatencyBench, screen: io.StringIO) -> None:
         assert 0 < record["mean_ms"] < record["max_ms"]
         assert record["over_dynamic_low"] <= record["over_dynamic"] <= record["over_dynamic_high"]
         assert record["logits_error"] < 1e-5
-        assert record["cudnn"] is None  # there is none on the CPU
+        assert record["cudnn"] == "off"
     assert all(r["over_dynamic"] == 1 for r in only(found, way="dynamic"))
     assert not only(records, section="cudnn")
     # 2 layers, K and V, 2 heads of 16 dims, 4 bytes; half of the steps are done on average.
@@ -83,7 +83,9 @@ def test_a_run(tiny: LatencyBench, screen: io.StringIO) -> None:
     assert paged["gathers"] == 2 * 20  # stock attention: every layer of every step
     (in_place,) = only(records, section="memory", way="pageforge")
     assert in_place["gathers"] == 0
-    assert "tiny, batch 2, prompt 10, left-padded, 30 steps" in screen.getvalue()
+    assert (
+        "tiny, batch 2, prompt 10, left-padded, 30 steps, cuDNN attention off" in screen.getvalue()
+    )
 
 
 def plan(bench: LatencyBench, batch: int) -> steps.Plan:

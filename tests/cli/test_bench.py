@@ -4,27 +4,26 @@ from pathlib import Path
 
 import pytest
 import torch
+from tests.bench.written import write
 from tests.cli.conftest import said
 
-from pageforge.bench.questions import Question
+from pageforge.bench.questions import QUESTIONS, Question
 from pageforge.bench.results import read_folder, read_results
 from pageforge.bench.run import Run
 from pageforge.cli import bench_all
 
 
-@pytest.mark.parametrize("command", ["all", "kernels", "latency", "throughput"])
+@pytest.mark.parametrize("command", ["all", "check", "compare", *QUESTIONS])
 def test_help_has_examples(invoke, command: str) -> None:
     done = invoke("bench", command, "--help")
     assert done.exit_code == 0
     assert f"pageforge bench {command}" in said(done.stdout)
-    assert "--out" in done.stdout
+    assert ("--out" in done.stdout) is (command not in ("check", "compare"))
 
 
 def test_bench_alone_lists_its_commands(invoke) -> None:
     done = invoke("bench")
-    assert "kernels" in done.output
-    assert "latency" in done.output
-    assert "throughput" in done.output
+    assert all(name in done.output for name in QUESTIONS)
 
 
 def test_latency_on_the_cpu(invoke, tmp_path: Path) -> None:
@@ -62,6 +61,30 @@ def test_all_questions(invoke, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     assert done.stdout.index("one: One?") < done.stdout.index("two: Two?")
 
 
+def test_compare(invoke, tmp_path: Path) -> None:
+    for name, value in (("a", 1.0), ("b", 3.0)):
+        write(tmp_path / name, "vram", {"section": "s", "value_ms": value})
+    done = invoke("bench", "compare", tmp_path / "a", tmp_path / "b")
+    assert done.exit_code == 0, done.output
+    assert "its one case  value_ms  1  3  3.000      -" in done.stdout
+    (tmp_path / "b" / "vram.jsonl").write_text("something else\n")
+    done = invoke("bench", "compare", tmp_path / "a", tmp_path / "b")
+    assert done.exit_code == 1
+    assert "vram.jsonl, line 1: not JSON" in said(done.stderr)
+
+
+def test_check(invoke, tmp_path: Path) -> None:
+    record = {"section": "memory", "pages_claimed": 5, "pages_returned": 5}
+    write(tmp_path, "latency", record)
+    done = invoke("bench", "check", tmp_path)
+    assert done.exit_code == 0, done.output
+    assert "1 files, 1 results: nothing wrong" in done.stdout
+    write(tmp_path, "latency", {**record, "pages_returned": 4})
+    done = invoke("bench", "check", tmp_path)
+    assert done.exit_code == 1
+    assert "pages_claimed 5, but pages_returned 4" in said(done.stderr)
+
+
 def test_throughput_on_the_cpu(invoke, tmp_path: Path) -> None:
     out = tmp_path / "results"
     arguments = ("--device", "cpu", "--only", "uniform", "--way", "engine", "--requests", "5")
@@ -74,6 +97,34 @@ def test_throughput_on_the_cpu(invoke, tmp_path: Path) -> None:
     (record,) = [r for r in found.results if r["section"] == "throughput"]
     assert (record["way"], record["requests"]) == ("engine", 5)
     assert record["tokens_per_s"] > 0
+
+
+def test_parity_on_the_cpu(invoke, tmp_path: Path) -> None:
+    arguments = ("--device", "cpu", "--model", "tiny-gpt2", "--dtype", "float32", "--steps", "2")
+    done = invoke("bench", "parity", *arguments, "--out", tmp_path / "results")
+    assert done.exit_code == 0, done.output
+    assert "tiny-gpt2: 2 rows, prompt 40, 2 steps" in done.stdout
+    found = read_results(tmp_path / "results" / "parity.jsonl")
+    assert {r["dtype"] for r in found.results} == {"float32"}
+    assert [r["max_difference"] for r in found.results if r["way"] == "paged"] == [0]
+
+
+def test_sharing_on_the_cpu(invoke, tmp_path: Path) -> None:
+    arguments = ("--device", "cpu", "--quick", "--only", "samples", "--branches", "2")
+    done = invoke("bench", "sharing", *arguments, "--out", tmp_path / "results")
+    assert done.exit_code == 0, done.output
+    assert "tiny, samples: 2 sequences" in done.stdout
+    found = read_results(tmp_path / "results" / "sharing.jsonl")
+    assert {r["case"] for r in found.results} == {"samples"}
+    assert {r["pages_left"] for r in found.results if r["section"] == "sharing"} == {None, 0}
+
+
+def test_sweep_on_the_cpu(invoke, tmp_path: Path) -> None:
+    arguments = ("--device", "cpu", "--quick", "--only", "step", "--page-size", "32")
+    done = invoke("bench", "sweep", *arguments, "--out", tmp_path / "results")
+    assert done.exit_code == 0, done.output
+    found = read_results(tmp_path / "results" / "sweep.jsonl")
+    assert [(r["section"], r["page_size"]) for r in found.results] == [("step", 32)]
 
 
 @pytest.mark.parametrize(
@@ -92,6 +143,13 @@ def test_throughput_on_the_cpu(invoke, tmp_path: Path) -> None:
         (("throughput", "--only", "everything"), 2, "expected one of first-token, uniform"),
         (("throughput", "--way", "magic"), 2, "expected one of engine, engine compiled"),
         (("throughput", "--dtype", "int8"), 2, "expected one of float32, float16"),
+        (("parity", "--model", "gpt5"), 2, "expected one of tiny-gpt2"),
+        (("parity", "--dtype", "int8"), 2, "expected one of float32, float16"),
+        (("sharing", "--only", "nothing"), 2, "expected one of beams, samples"),
+        (("sharing", "--branches", "1"), 2, "--branches"),
+        (("sweep", "--only", "nothing"), 2, "expected one of step, kernel"),
+        (("sweep", "--page-size", "17"), 2, "expected one of 8, 16, 32"),
+        (("compare", "/nowhere", "/nowhere"), 2, "does not exist"),
         (("latency", "--device", "toaster"), 1, "expected cpu or cuda"),
     ],
 )

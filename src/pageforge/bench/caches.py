@@ -38,6 +38,7 @@ class Setting:
     batch: int
     pads: Sequence[int] | None = None
     """Tokens of left padding in each row's prompt; None for prompts without a mask."""
+    page_size: int = 16
 
     @property
     def device(self) -> torch.device:
@@ -135,8 +136,8 @@ def paged_start(setting: Setting, model: PreTrainedModel) -> Start:
 
     def start(length: int) -> Sequences:
         # A page more for each row, since decoding may look a page ahead.
-        pages = setting.batch * (1 + pages_for(length, 16))
-        pool = PagePool.for_model(model, page_size=16, max_pages=pages)
+        pages = setting.batch * (1 + pages_for(length, setting.page_size))
+        pool = PagePool.for_model(model, page_size=setting.page_size, max_pages=pages)
         return Sequences(caller(model, PagedKVCache(pool), setting.pads), pool)
 
     return start

@@ -46,8 +46,24 @@ class StepLog:
     """`[rows]`: tokens that each had K/V of afterwards."""
     logits: list[int] = field(default_factory=list)
     """Rows of logits that were made."""
-    pages_peak: int = 0
-    mapped_peak: int = 0
+    held: list[int] = field(default_factory=list)
+    """Tokens that all rows had K/V of afterwards."""
+    pages: list[int] = field(default_factory=list)
+    """Used pages."""
+    in_use: list[int] = field(default_factory=list)
+    """Their bytes."""
+    mapped: list[int] = field(default_factory=list)
+    """Bytes that the system had given."""
+
+    @property
+    def pages_peak(self) -> int:
+        """The most used pages."""
+        return max(self.pages, default=0)
+
+    @property
+    def mapped_peak(self) -> int:
+        """The most mapped bytes."""
+        return max(self.mapped, default=0)
 
     @property
     def mean_running(self) -> float:
@@ -57,7 +73,7 @@ class StepLog:
 
 @contextlib.contextmanager
 def logged(engine: Engine) -> Iterator[StepLog]:
-    """Note every step that `engine` launches, and the most memory that its pool had."""
+    """Note every step that `engine` launches, and what its pool holds then."""
     log, runner, pool = StepLog(), engine._core.runner, engine._pool
     launch = runner.launch
 
@@ -69,9 +85,11 @@ def logged(engine: Engine) -> Iterator[StepLog]:
         log.counts.append(counts[some])
         log.lengths.append(rows.computed[some] + counts[some])
         log.logits.append(len(step.rows))
+        log.held.append(int(rows.computed.sum() + counts.sum()))
         stats = pool.stats()
-        log.pages_peak = max(log.pages_peak, stats.pages_used)
-        log.mapped_peak = max(log.mapped_peak, stats.bytes_mapped)
+        log.pages.append(stats.pages_used)
+        log.in_use.append(stats.bytes_in_use)
+        log.mapped.append(stats.bytes_mapped)
         return step
 
     with replaced(runner, "launch", noted):

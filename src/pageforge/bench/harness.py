@@ -7,9 +7,11 @@ import statistics
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
+
+T = TypeVar("T")
 
 SPIN_CYCLES = 2_000_000
 """About 1 ms on the device before a timed replay: the host has queued it when it begins."""
@@ -163,7 +165,7 @@ def failure(exception: Exception) -> str:
     return f"{kind}: {lines[0][:300]}"
 
 
-def rotated(items: Sequence[str], by: int) -> list[str]:
+def rotated(items: Sequence[T], by: int) -> list[T]:
     """`items`, beginning with another one for each `by`."""
     shift = by % len(items) if items else 0
     return [*items[shift:], *items[:shift]]

@@ -1,4 +1,4 @@
-"""Models of real shapes with random weights: time does not depend on what the weights say."""
+"""Models to measure on. Mostly random weights: time does not depend on what the weights say."""
 
 from __future__ import annotations
 
@@ -9,8 +9,10 @@ from typing import Any
 
 import torch
 from tokenizers import Tokenizer, decoders, models
+from torch import Tensor
 from transformers import (
     AutoModelForCausalLM,
+    GenerationConfig,
     GPT2Config,
     LlamaConfig,
     PreTrainedConfig,
@@ -18,6 +20,8 @@ from transformers import (
     PreTrainedTokenizerFast,
     Qwen3Config,
 )
+
+from pageforge.hf.pretrained import load_model
 
 SHAPES: dict[str, tuple[type[PreTrainedConfig], dict[str, Any], torch.dtype]] = {
     "gpt2": (GPT2Config, {}, torch.float16),
@@ -94,14 +98,40 @@ def make_model(
     kind, arguments, own_dtype = SHAPES[name]
     if dtype is None:
         dtype = own_dtype if device.type == "cuda" else torch.float32
-    config: PreTrainedConfig = kind(**arguments)
+    return model_of(kind(**arguments), device, dtype)
+
+
+def model_of(config: PreTrainedConfig, device: torch.device, dtype: torch.dtype) -> PreTrainedModel:
+    """A model of that config with random weights; the same every time."""
     torch.manual_seed(0)
     with torch.device(device):
         model: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=dtype)
-    # Nothing may end early, and nothing is drawn.
-    model.generation_config.eos_token_id = None
-    model.generation_config.pad_token_id = 0
-    return model.eval()
+    return _endless(model.eval())
+
+
+def trained_model(name: str, device: torch.device, dtype: torch.dtype) -> PreTrainedModel:
+    """The trained model of that name, from where `load_model` finds it. Raises ModelNotFound."""
+    model, _ = load_model(name, dtype=dtype, device=device)
+    return _endless(model)
+
+
+def _endless(model: PreTrainedModel) -> PreTrainedModel:
+    """`model`, which ends no sequence early and draws no token unless asked to."""
+    model.generation_config = GenerationConfig(eos_token_id=None, pad_token_id=0)
+    return model
+
+
+def written_by(model: PreTrainedModel, rows: int, length: int) -> Tensor:
+    """`[rows, length]` tokens that the model itself draws, each row from a token of its own."""
+    torch.manual_seed(0)
+    first = torch.randint(model.config.vocab_size, (rows, 1)).to(model.device)
+    out: Tensor = model.generate(
+        first,
+        attention_mask=torch.ones_like(first),
+        do_sample=True,
+        max_new_tokens=length - 1,
+    )
+    return out
 
 
 def make_tokenizer(vocab_size: int) -> PreTrainedTokenizerFast:
@@ -125,4 +155,18 @@ def twin(model: PreTrainedModel) -> PreTrainedModel:
     """A second model over the same weights: it can be compiled or changed without the first."""
     tensors = itertools.chain(model.parameters(), model.buffers())
     other: PreTrainedModel = copy.deepcopy(model, {id(tensor): tensor for tensor in tensors})
+    return other
+
+
+def cast(model: PreTrainedModel, dtype: torch.dtype) -> PreTrainedModel:
+    """A second model with the same weights in `dtype`.
+
+    Its buffers are the model's: rotary embeddings keep their fp32 frequencies, as they do where
+    transformers loads a model in a smaller dtype.
+    """
+    memo: dict[int, Any] = {id(buffer): buffer for buffer in model.buffers()}
+    for weight in model.parameters():
+        memo[id(weight)] = torch.nn.Parameter(weight.detach().to(dtype), requires_grad=False)
+    other: PreTrainedModel = copy.deepcopy(model, memo)
+    other.config.dtype = dtype
     return other

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from pageforge.bench import kernels, latency, throughput
+from pageforge.bench import kernels, latency, parity, sharing, sweep, throughput
 from pageforge.bench.run import Run
 
 
@@ -33,5 +33,8 @@ QUESTIONS = {
         ),
         Question("latency", "How long does a decode step take?", latency.run_all, 25),
         Question("throughput", "How many tokens a second?", throughput.run_all, 30),
+        Question("sweep", "Which page size, and how large a pool?", sweep.run_all, 25),
+        Question("sharing", "What does a common beginning cost?", sharing.run_all, 15),
+        Question("parity", "Do the outputs stay the same?", parity.run_all, 25),
     )
 }

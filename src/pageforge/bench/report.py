@@ -134,6 +134,11 @@ def cell(value: object) -> str:
     return str(value)
 
 
+def mb(num_bytes: int | None) -> float | None:
+    """Megabytes (10^6), for a table."""
+    return None if num_bytes is None else num_bytes / 1e6
+
+
 def wide(console: Console) -> Console:
     """`console`, wide enough for our tables: a narrow terminal breaks their lines, we cut none."""
     console.width = max(console.width, 150)

@@ -35,6 +35,11 @@ class ResultFile:
     left_out: list[str]
 
 
+def read(path: Path) -> list[ResultFile]:
+    """One result file, or all of a folder. Raises ResultsError."""
+    return read_folder(path) if path.is_dir() else [read_results(path)]
+
+
 def read_folder(folder: Path) -> list[ResultFile]:
     """All result files of a folder, by name. Raises ResultsError if one is wrong, or none there."""
     if not folder.is_dir():

@@ -167,7 +167,7 @@ def _report(
         "prompt": prompt,
         "steps": count,
         "padded": plan.pads is not None,
-        "cudnn": _cudnn(bench),
+        "cudnn": "on" if torch.backends.cuda.cudnn_sdp_enabled() else "off",
     }
     base, kv_bytes = lanes.get(BASE), _kv_bytes(bench, plan.batch, prompt + WARMUP + count // 2)
     rows: list[tuple[object, ...]] = []
@@ -177,7 +177,7 @@ def _report(
             rows.append((name, failures[name]))
             continue
         found = {
-            **_times(lanes[name]),
+            **times(lanes[name]),
             **_over(lanes[name], base),
             # Without K/V there is nothing to compare.
             "logits_error": None if name.startswith("stub") else logits_error(lanes[name], base),
@@ -204,24 +204,17 @@ COLUMNS = {
 """The fields that are shown, and what they are called."""
 
 
-def _cudnn(bench: LatencyBench) -> str | None:
-    """Whether torch may choose cuDNN's attention; None where there is no cuDNN."""
-    if bench.device.type != "cuda":
-        return None
-    return "on" if torch.backends.cuda.cudnn_sdp_enabled() else "off"
-
-
 def _title(case: Mapping[str, Any]) -> str:
     parts = [
         f"{case['model']}, batch {case['batch']}",
         f"prompt {case['prompt']}" + (", left-padded" if case["padded"] else ""),
         f"{case['steps']} steps",
+        f"cuDNN attention {case['cudnn']}",
     ]
-    parts += [] if case["cudnn"] is None else [f"cuDNN attention {case['cudnn']}"]
     return ", ".join(parts)
 
 
-def _times(lane: Lane) -> dict[str, Any]:
+def times(lane: Lane) -> dict[str, Any]:
     """Milliseconds a step. P50's low and high: the quartiles of the blocks' own medians."""
     low, _, high = quartiles([percentile(block, 50) for block in lane.blocks])
     seconds = lane.seconds

@@ -32,7 +32,7 @@ from pageforge.bench.engine_probe import (
 )
 from pageforge.bench.harness import failure, percentile, rotated, synchronize
 from pageforge.bench.models import make_model, make_tokenizer, twin
-from pageforge.bench.report import table
+from pageforge.bench.report import mb, table
 from pageforge.bench.run import Run, run_sections
 from pageforge.bench.serving import (
     BASE,
@@ -108,12 +108,12 @@ def run(bench: ThroughputBench, only: Sequence[str] = ()) -> None:
         f"read ceiling {bench.read / 1e9:,.0f} GB/s, matrix products {bench.flops / 1e12:,.3g} "
         f"TFLOP/s in {dtype_name(bench.model.dtype)}; text by a made-up tokenizer\n"
     )
-    with cudnn_attention(False), _quiet():
+    with cudnn_attention(False), quiet():
         run_sections(bench, SECTIONS, only)
 
 
 @contextlib.contextmanager
-def _quiet() -> Iterator[None]:
+def quiet() -> Iterator[None]:
     """No warning of each preemption: they are counted."""
     log = logging.getLogger("pageforge.engine")
     before = log.level
@@ -244,7 +244,7 @@ def _timed(
     return outputs, time.perf_counter() - began
 
 
-def _rates(lane: Lane, jobs: list[Job]) -> dict[str, Any]:
+def rates(lane: Lane, jobs: list[Job]) -> dict[str, Any]:
     """Tokens a second of a lane, and the memory that its first run took."""
     tokens = workloads.new_tokens(jobs)
     found: dict[str, Any] = {
@@ -292,7 +292,7 @@ def compare(bench: ThroughputBench, workload: str) -> None:
     rows: list[tuple[object, ...]] = []
     with contextlib.ExitStack() as stack:
         lanes, failures = race(bench, ways, jobs_of, stack)
-        found = {name: _rates(lane, jobs) for name, lane in lanes.items()}
+        found = {name: rates(lane, jobs) for name, lane in lanes.items()}
         for name in ways:
             if name in failures:
                 bench.report.add(section="throughput", **case, way=name, failure=failures[name])
@@ -317,8 +317,8 @@ def compare(bench: ThroughputBench, workload: str) -> None:
                     of_way["over_generate"],
                     of_way["first_run_s"],
                     of_way["floor_share"],
-                    _mb(of_way.get("mapped_peak_bytes")),
-                    _mb(of_way["peak_bytes"]),
+                    mb(of_way.get("mapped_peak_bytes")),
+                    mb(of_way["peak_bytes"]),
                 )
             )
     columns = ("way", "tokens/s", "low", "high", "/generate", "first run s", "floor share")
@@ -331,10 +331,6 @@ def _title(bench: ThroughputBench, case: Mapping[str, Any]) -> str:
         f"{bench.name}, {case['workload']}: {case['requests']:,} requests, "
         f"{case['prompt_tokens']:,} prompt tokens, {case['new_tokens']:,} new ones"
     )
-
-
-def _mb(num_bytes: int | None) -> float | None:
-    return None if num_bytes is None else num_bytes / 1e6
 
 
 # --- what the engine shares -----------------------------------------------------------------
@@ -357,7 +353,7 @@ def shared_prefix(bench: ThroughputBench) -> None:
     shared = _common(jobs)
     with contextlib.ExitStack() as stack:
         lane = _alone(bench, "shared-prefix", stack, prefix_cache=True)
-        found = _rates(lane, jobs)
+        found = rates(lane, jobs)
     computed = sum(int(counts.sum()) for counts in lane.log.counts)
     # The last new token's own K/V are not needed.
     once = shared + sum(len(job.prompt) - shared + job.new_tokens - 1 for job in jobs)
@@ -377,7 +373,7 @@ def shared_prefix(bench: ThroughputBench) -> None:
         computed,
         once,
         f"{computed / once:.4f}",
-        _mb(found["mapped_peak_bytes"]),
+        mb(found["mapped_peak_bytes"]),
     )
     bench.console.print(table(_title(bench, case), columns, [row]))
     bench.console.print()
@@ -398,7 +394,7 @@ def rollout(bench: ThroughputBench) -> None:
     everyone = sum(job.n for job in jobs)
     with contextlib.ExitStack() as stack:
         lane = _alone(bench, "rollout", stack, temperature=1, max_running=everyone)
-        found = _rates(lane, jobs)
+        found = rates(lane, jobs)
     # A completion computes its prompt's last token anew, and its own last token not at all.
     apart = sum(job.n * pages_for(job.num_tokens - 1, PAGE_SIZE) for job in jobs)
     saved = sum((job.n - 1) * ((len(job.prompt) - 1) // PAGE_SIZE) for job in jobs)
@@ -445,7 +441,7 @@ def squeezed(bench: ThroughputBench) -> None:
             limited = {"ample, as many": Way(partial(engine, max_running=running), repeats)}
             more, more_failures = race(bench, limited, jobs_of, stack)
             lanes, failures = lanes | more, failures | more_failures
-        found = {name: _rates(lane, jobs) for name, lane in lanes.items()}
+        found = {name: rates(lane, jobs) for name, lane in lanes.items()}
         base = found.get("ample, as many")
         rows: list[tuple[object, ...]] = []
         for name, lane in lanes.items():

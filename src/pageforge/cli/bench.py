@@ -4,7 +4,18 @@ from __future__ import annotations
 
 import typer
 
-from pageforge.cli import bench_all, bench_kernels, bench_latency, bench_throughput, options
+from pageforge.cli import (
+    bench_all,
+    bench_check,
+    bench_compare,
+    bench_kernels,
+    bench_latency,
+    bench_parity,
+    bench_sharing,
+    bench_sweep,
+    bench_throughput,
+    options,
+)
 
 
 def register(app: typer.Typer) -> None:
@@ -14,7 +25,12 @@ def register(app: typer.Typer) -> None:
         (bench_kernels.kernels, bench_kernels.EXAMPLES),
         (bench_latency.latency, bench_latency.EXAMPLES),
         (bench_throughput.throughput, bench_throughput.EXAMPLES),
+        (bench_sweep.sweep, bench_sweep.EXAMPLES),
+        (bench_sharing.sharing, bench_sharing.EXAMPLES),
+        (bench_parity.parity, bench_parity.EXAMPLES),
     ):
         bench.command(epilog=options.examples(*examples))(command)
+    bench.command(epilog=options.examples(*bench_compare.EXAMPLES))(bench_compare.compare)
+    bench.command(epilog=options.examples(*bench_check.EXAMPLES))(bench_check.check)
     bench.command("all", epilog=options.examples(*bench_all.EXAMPLES))(bench_all.everything)
     app.add_typer(bench, name="bench")

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import copy
 import time
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,6 +22,7 @@ from transformers import (
 from transformers.cache_utils import Cache
 from transformers.generation.streamers import BaseStreamer
 
+from pageforge.bench.memory_use import storage_bytes
 from pageforge.cli.output import RunningText, bar
 from pageforge.cli.prompts import pad_left
 from pageforge.errors import ShapeError, expected
@@ -181,22 +181,3 @@ def compare(batch: PaddedBatch, paged: Outcome) -> dict[str, Any]:
             "same_tokens": outcome.tokens == paged.tokens,
         }
     return found
-
-
-def storage_bytes(cache: Cache) -> int:
-    """Bytes behind all tensors that a cache holds, each storage counted once."""
-    storages = {
-        tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes()
-        for tensor in _tensors([vars(layer) for layer in cache.layers])
-    }
-    return sum(storages.values())
-
-
-def _tensors(value: Any) -> Iterator[Tensor]:
-    if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, dict):
-        yield from _tensors(list(value.values()))
-    elif isinstance(value, list | tuple):
-        for item in value:
-            yield from _tensors(item)

@@ -1,0 +1,77 @@
+"""`pageforge bench parity`."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from pageforge.bench import parity as question
+from pageforge.bench.context import dtype_name
+from pageforge.bench.families import FAMILIES
+from pageforge.bench.models import SHAPES
+from pageforge.cli import options
+from pageforge.cli.bench_options import (
+    SECONDS,
+    WHAT,
+    Commit,
+    Device,
+    Out,
+    Quick,
+    Seconds,
+    known,
+    measuring,
+)
+
+EXAMPLES = (
+    "pageforge bench parity --out results",
+    "pageforge bench parity --model smollm2 --dtype float32 --steps 200",
+)
+
+MODELS = (*FAMILIES, *SHAPES)
+
+DTYPES = {dtype_name(dtype): dtype for dtype in question.DTYPES["cuda"]}
+
+
+def parity(
+    model: Annotated[
+        list[str] | None,
+        options.option(
+            "--model",
+            "-m",
+            help=f"One of {', '.join(MODELS)}; may be given several times.",
+            panel=WHAT,
+            metavar="NAME",
+        ),
+    ] = None,
+    device: Device = None,
+    dtype: Annotated[
+        list[str] | None,
+        options.option(
+            "--dtype",
+            help=f"Only these of: {', '.join(DTYPES)}; may be given several times.",
+            panel=WHAT,
+            metavar="NAME",
+        ),
+    ] = None,
+    steps: Annotated[
+        int | None,
+        options.option("--steps", help="Tokens after the prompt.", panel=WHAT, min=1),
+    ] = None,
+    quick: Quick = False,
+    seconds: Seconds = SECONDS,
+    out: Out = None,
+    commit: Commit = None,
+) -> None:
+    """Do the outputs stay the same? Logits of every step against DynamicCache's.
+
+    Over tiny models of several families, and larger shapes: smollm2 with its trained weights, where
+    they can be had. All ways are fed the tokens that DynamicCache's logits choose.
+    """
+    known("--model", model or [], MODELS)
+    known("--dtype", dtype or [], DTYPES)
+    with measuring(
+        "parity", device=device, quick=quick, seconds=seconds, out=out, commit=commit
+    ) as run:
+        bench = question.bench_of(run, models=model or ())
+        bench.dtypes = [DTYPES[name] for name in dtype] if dtype else bench.dtypes
+        bench.steps = steps or bench.steps
+        question.run(bench)

@@ -1,0 +1,79 @@
+"""`pageforge bench sweep`."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Annotated
+
+from pageforge.bench import sweep as question
+from pageforge.cli import options
+from pageforge.cli.bench_options import (
+    SECONDS,
+    WHAT,
+    Commit,
+    Device,
+    Model,
+    Out,
+    Quick,
+    Seconds,
+    known,
+    measuring,
+)
+from pageforge.geometry import PAGE_SIZES
+
+EXAMPLES = (
+    "pageforge bench sweep --out results",
+    "pageforge bench sweep --model llama-8b --only workload --page-size 16 --page-size 64",
+)
+
+
+def sweep(
+    model: Model = None,
+    device: Device = None,
+    only: Annotated[
+        list[str] | None,
+        options.option(
+            "--only",
+            help=f"A part: {', '.join(question.PARTS)}; may be given several times.",
+            panel=WHAT,
+            metavar="NAME",
+        ),
+    ] = None,
+    page_size: Annotated[
+        list[str] | None,
+        options.option(
+            "--page-size",
+            help=f"Only these of: {', '.join(map(str, PAGE_SIZES))}; may be given several times.",
+            panel=WHAT,
+            metavar="TOKENS",
+        ),
+    ] = None,
+    requests: Annotated[
+        int | None,
+        options.option("--requests", help="Of the workload.", panel=WHAT, min=1),
+    ] = None,
+    quick: Quick = False,
+    seconds: Seconds = SECONDS,
+    out: Out = None,
+    commit: Commit = None,
+) -> None:
+    """Which page size, and how large a pool? Memory, a step's time and throughput over both.
+
+    A decode step, on CUDA also its attention kernel, and a workload of ShareGPT's lengths through
+    the engine, in a pool that is ample, half and a tenth of what is needed.
+    """
+    known("--only", only or [], question.PARTS)
+    known("--page-size", page_size or [], list(map(str, PAGE_SIZES)))
+    with measuring(
+        "sweep",
+        device=device,
+        model=model,
+        quick=quick,
+        seconds=seconds,
+        out=out,
+        commit=commit,
+    ) as run:
+        bench = question.bench_of(run)
+        bench.page_sizes = [int(size) for size in page_size] if page_size else bench.page_sizes
+        bench.size = replace(bench.size, requests=requests or bench.size.requests)
+        question.run(bench, only or ())

@@ -1,0 +1,214 @@
+"""The README's tables are those that the committed results make, and say what the files say."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from tests.bench.written import write
+
+from pageforge.errors import ResultsError
+
+readme_table = pytest.importorskip("benchmarks.readme_table")
+
+H200 = {"device": "cuda", "gpu": "NVIDIA H200", "torch": "2.13", "commit": "abc"}
+CPU = {"device": "cpu", "cpus": 2, "torch": "2.13", "commit": "def"}
+
+
+def test_the_readme_is_up_to_date() -> None:
+    text = readme_table.README.read_text(encoding="utf-8")
+    made = readme_table.block(readme_table.read_sets(readme_table.CURRENT))
+    assert text == readme_table.updated(text, made), (
+        "README.md is stale: python benchmarks/readme_table.py"
+    )
+
+
+@pytest.fixture
+def lines(tmp_path: Path) -> list[str]:
+    """The block of a small set of every question on a GPU, and of a CPU that lacks most."""
+    gpu, cpu = tmp_path / "h200" / "gpt2", tmp_path / "cpu" / "gpt2"
+    write(gpu, "vram", *VRAM, machine=H200)
+    write(gpu, "latency", *LATENCY, machine=H200)
+    write(gpu, "throughput", *THROUGHPUT, machine=H200)
+    write(gpu, "kernels", *KERNELS, machine=H200)
+    write(gpu, "sharing", *SHARING, machine=H200)
+    write(tmp_path / "h200" / "smollm2", "latency", *LATENCY[:1], machine=H200)
+    write(cpu, "latency", *LATENCY[:2], machine=CPU)
+    no_gpu = {"section": "kernels", "failure": "RuntimeError: needs a CUDA device"}
+    write(cpu, "kernels", no_gpu, machine=CPU)
+    return readme_table.block(readme_table.read_sets(tmp_path)).splitlines()
+
+
+def point(way: str, step: int, taken: int, peak: int) -> dict:
+    sizes = {"mapped_bytes": taken * 10**6, "peak_bytes": peak * 10**6}
+    return {"section": "growth", "way": way, "step": step, "tokens": 13 + step, **sizes}
+
+
+VRAM = [
+    point("paged", 0, 20, 25),
+    point("paged", 7, 40, 45),
+    point("dynamic", 0, 15, 16),
+    point("dynamic", 7, 27, 54),
+    point("static 1024", 0, 1200, 1200),
+    {"section": "growth", "way": "static 512", "failure": "RuntimeError: no memory"},
+    {"section": "afterwards", "way": "paged", "when": "trimmed", "mapped_bytes": 2 * 10**6},
+    {
+        "section": "most-sequences",
+        "way": "paged",
+        "tokens": 13,
+        "sequences": 512,
+        "storage_bytes": 301_000_000,
+    },
+]
+
+
+def step(way: str, p50: float, p99: float, section: str = "steps", prompt: int = 448) -> dict:
+    case = {"section": section, "batch": 8, "prompt": prompt, "way": way}
+    return {**case, "p50_ms": p50, "p99_ms": p99}
+
+
+LATENCY = [
+    step("dynamic", 5.0, 10.0),
+    step("pageforge", 5.5, 11.0),
+    step("fast", 9.0, 9.0, prompt=10),
+    step("paged", 7.0, 8.0, section="padded"),
+    {"section": "steps", "batch": 8, "prompt": 448, "way": "fast", "failure": "RuntimeError: why"},
+]
+THROUGHPUT = [
+    {
+        "section": "throughput",
+        "workload": "uniform",
+        "requests": 256,
+        "way": "engine",
+        "tokens_per_s": 101_563.0,
+        "tokens_per_s_low": 99_000.0,
+        "tokens_per_s_high": 102_000.0,
+        "over_generate": 11.5,
+        "first_run_s": 1.17,
+    },
+    {
+        "section": "throughput",
+        "workload": "uniform",
+        "requests": 256,
+        "way": "generate_batch",
+        "failure": "RuntimeError: why",
+    },
+    {
+        "section": "arrivals",
+        "workload": "sharegpt",
+        "way": "engine",
+        "rate_per_s": 12.5,
+        "ttft_p50_ms": 20.0,
+        "ttft_p99_ms": 90.0,
+        "tpot_p50_ms": 5.0,
+        "tpot_p99_ms": 6.0,
+        "goodput_share": 0.99,
+    },
+]
+KERNELS = [
+    {
+        "section": "decode summary",
+        "peer": "fa3",
+        "shapes": 80,
+        "geometric_mean": 1.474,
+        "worst": 0.87,
+        "slower_than_peer": 3,
+    },
+    {"section": "decode summary", "heads": "32/8 D128", "large_shapes": 9, "worst_share": 0.91},
+    {"section": "decode summary", "heads": "12/12 D64", "large_shapes": 9, "worst_share": 0.89},
+    {"section": "cache", "op": "gather_kv", "bytes_per_s": 2e12, "share_of_ceiling": 0.5},
+    {"section": "cache", "op": "gather_kv", "bytes_per_s": 4e12, "share_of_ceiling": 0.97},
+    {"section": "prefill", "context": 0, "candidate": "pageforge", "us": 100.0},
+    {"section": "prefill", "context": 0, "candidate": "fa3 p16", "us": 90.0},
+    {"section": "prefill", "context": 0, "candidate": "fa3 p256", "us": 80.0},
+    {"section": "prefill", "context": 0, "candidate": "fa3 p64", "us": None},
+    {"section": "invariant summary", "geometric_mean": 1.02, "worst": 1.11},
+]
+SHARING = [
+    {
+        "section": "sharing",
+        "case": "beams",
+        "way": "paged",
+        "cache_peak_bytes": 4_000_000,
+        "dynamic_over": 3.5,
+        "pages_shared": 7,
+        "pages_copied": 2,
+        "same_tokens": 1.0,
+    },
+]
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        # what the sets are
+        "| [cpu, gpt2](benchmarks/results/current/cpu/gpt2) | 2 CPU cores | 2.13 |  | def |",
+        "| [h200, gpt2](benchmarks/results/current/h200/gpt2) | NVIDIA H200 | 2.13 |  | abc |",
+        # memory: what is worse stands beside what is better; a way that failed has no figure
+        "| h200 | 0 | 13 | 20 | 15 |  | 1,200 | 25 | 16 | 0.75 | 60 |",
+        "| h200 | 7 | 20 | 40 | 27 |  |  | 45 | 54 | 0.675 |  |",
+        "| h200 | after `free()` and `trim()` |  | 2 |",
+        "| h200, paged | 13 | 512 | 301 |",
+        # a decode step
+        "| h200, gpt2 | 8 | 5 (10) |  |  |  | 5.5 (11) | failed |  |",
+        "| h200, gpt2 | 8, left-padded |  |  |  | 7 (8) |  |  |  |",
+        "| h200, smollm2 | 8 | 5 (10) |  |  |  |  |  |  |",
+        "| cpu, gpt2 | 8 | 5 (10) |  |  |  | 5.5 (11) |  |  |",
+        # throughput
+        "| h200, gpt2: 256 uniform | engine | 101,563 | 99,000 to 102,000 | 11.5 | 1.17 |",
+        "| h200, gpt2: 256 uniform | generate_batch | RuntimeError: why |  |  |  |",
+        "| h200, gpt2: sharegpt | engine | 12.5 | 20 (90) | 5 (6) | - (-) | 0.99 |",
+        # kernels
+        "| h200 | decode, times as fast as fa3, 80 shapes | 1.47 | 0.87 at worst; slower in 3 ",
+        "| h200 | decode of 64 MB or more, share of the read ceiling |  | 0.89 at worst |",
+        "| h200 | `gather_kv`, share of the copy ceiling (GB/s) |  | 0.5 to 0.97 (2,000 to 4,000) ",
+        "| h200 | prefill, times as fast as FlashAttention-3 |  | 0.8 to 0.8 |",
+        "| h200 | `batch_invariant=True`, times as long | 1.02 | 1.11 at worst |",
+        # sharing
+        "| h200, gpt2: beams | paged | 4 | 3.5 | 7 | 2 | 1 |",
+        # what there is not
+        "Not measured: cpu, gpt2; h200, smollm2.",
+        "Not measured: cpu, gpt2 (RuntimeError: needs a CUDA device).",
+    ],
+)
+def test_what_the_files_say_is_in_the_block(lines: list[str], row: str) -> None:
+    assert [line for line in lines if line.startswith(row)], "\n".join(lines)
+
+
+def test_tables_are_whole(lines: list[str]) -> None:
+    """Every row has as many cells as its head has."""
+    columns = None
+    for line in lines:
+        cells = line.replace("\\|", "").count("|")
+        if line.startswith("|---"):
+            columns = cells
+        elif line.startswith("|") and columns is not None:
+            assert cells == columns, line
+        elif not line.startswith("|"):
+            columns = None
+
+
+def test_results_of_another_model_than_the_folder_s_are_refused(tmp_path: Path) -> None:
+    write(tmp_path / "cpu" / "smollm2", "latency", {**LATENCY[0], "model": "tiny"})
+    with pytest.raises(ResultsError, match=r"expected results of smollm2.* got tiny"):
+        readme_table.read_sets(tmp_path)
+
+
+def test_a_file_with_nothing_to_show(tmp_path: Path) -> None:
+    write(tmp_path / "cpu" / "gpt2", "latency", {"section": "ceilings"})
+    lines = readme_table.block(readme_table.read_sets(tmp_path)).splitlines()
+    assert lines[lines.index("### A decode step") + 2] == "Not measured."
+
+
+def test_without_results_there_is_nothing(tmp_path: Path) -> None:
+    assert readme_table.block(readme_table.read_sets(tmp_path)) == ""
+    assert readme_table.block(readme_table.read_sets(tmp_path / "absent")) == ""
+
+
+def test_only_what_is_between_the_markers_changes() -> None:
+    begin, end = readme_table.BEGIN, readme_table.END
+    text = f"before\n{begin}\nold\n{end}\nafter\n"
+    assert readme_table.updated(text, "new\n") == f"before\n{begin}\nnew\n{end}\nafter\n"
+    for broken in ("no markers", f"{end} {begin}", begin):
+        with pytest.raises(ValueError, match="expected the lines"):
+            readme_table.updated(broken, "new")
