@@ -10,6 +10,7 @@ import typer
 from pageforge.cli import options
 from pageforge.cli.output import stderr, stdout
 from pageforge.report import write_report
+from pageforge.report.write import PICTURES
 
 EXAMPLES = (
     "pageforge bench all --quick --out results",
@@ -46,7 +47,8 @@ def report(
     """
     page, *pictures = write_report(folder, out or folder)
     stdout().print(str(page), soft_wrap=True)
-    stderr().print(f"{len(pictures)} pictures beside it, in plots/", soft_wrap=True)
+    count = f"{len(pictures)} picture{'' if len(pictures) == 1 else 's'}"
+    stderr().print(f"{count} beside it, in {PICTURES}", soft_wrap=True)
 
 
 def register(app: typer.Typer) -> None:

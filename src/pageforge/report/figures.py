@@ -6,9 +6,14 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from pageforge.bench.fields import is_number
+from pageforge.report.axis import rounded
 from pageforge.report.palette import Look, looks
 from pageforge.report.panels.base import Panel
 from pageforge.report.panels.curves import Curve
+
+UNITS = frozenset({"bytes", "us", "ms", "s"})
+"""With which fields' names end."""
 
 Record = Mapping[str, Any]
 """One result: `section`, and the question's own fields."""
@@ -68,16 +73,18 @@ def failures(results: Sequence[Record], section: str, *who: str) -> list[str]:
 
 
 def described(record: Record, *fields: str) -> list[str]:
-    """The fields that are there: `uniform`, `batch 32`, `256 requests`."""
-    found = []
-    for name in fields:
-        value = record.get(name)
-        label = name.replace("_", " ")
-        if is_number(value):
-            found.append(f"{value:,} {label}" if label.endswith("s") else f"{label} {value:,}")
-        elif value is not None:
-            found.append(str(value))
-    return found
+    """The fields that are there: `uniform`, `batch 32`, `256 requests`, `limit 500 ms`."""
+    return [_described(name, record[name]) for name in fields if record.get(name) is not None]
+
+
+def _described(name: str, value: Any) -> str:
+    if not is_number(value):
+        return str(value)
+    label, _, unit = name.rpartition("_")
+    if unit in UNITS:
+        return f"{label.replace('_', ' ')} {rounded(value)} {unit}"
+    label = name.replace("_", " ")
+    return f"{rounded(value)} {label}" if label.endswith("s") else f"{label} {rounded(value)}"
 
 
 def same(records: Sequence[Record], *fields: str) -> str:
@@ -115,8 +122,3 @@ def by_way(
         low, high = ([record.get(f"{value}_{end}") for record in group] for end in ("low", "high"))
         found.append(Curve(name, x, y, low, high) if spread else Curve(name, x, y))
     return found
-
-
-def is_number(value: Any) -> bool:
-    """Whether `value` can be drawn."""
-    return isinstance(value, int | float) and not isinstance(value, bool)

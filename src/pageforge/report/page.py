@@ -10,6 +10,7 @@ from typing import Any
 from pageforge._version import __version__
 from pageforge.bench.questions import QUESTIONS
 from pageforge.bench.results import ResultFile
+from pageforge.errors import ResultsError
 from pageforge.report import trace
 from pageforge.report.charts import CHARTS
 from pageforge.report.figures import Figure
@@ -99,8 +100,7 @@ def sections(sets: Sets) -> list[Section]:
 
 
 def _entry(name: str, file: ResultFile) -> Entry:
-    draw = CHARTS.get(file.question)
-    found = [] if draw is None else [f for f in draw(file.results) if f.panels or f.failures]
+    found = [figure for figure in _figures(file) if figure.panels or figure.failures]
     return Entry(
         file,
         machine_name(file),
@@ -108,6 +108,17 @@ def _entry(name: str, file: ResultFile) -> Entry:
         [_shown(f"{name}-{figure.name}", figure) for figure in found],
         tables(file.results),
     )
+
+
+def _figures(file: ResultFile) -> list[Figure]:
+    draw = CHARTS.get(file.question)
+    try:
+        return [] if draw is None else list(draw(file.results))
+    except KeyError as error:
+        raise ResultsError(
+            f"{file.path}: expected a field {error} in each of its results, got one without it; "
+            f"measure again with `pageforge bench {file.question}`"
+        ) from error
 
 
 def _shown(name: str, figure: Figure) -> Shown:

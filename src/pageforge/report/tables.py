@@ -6,8 +6,9 @@ import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from pageforge.bench.fields import is_number
 from pageforge.bench.report import cell
-from pageforge.report.figures import Record, is_number
+from pageforge.report.figures import Record
 
 FAILURE = "failure"
 SECTION = "section"

@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 
 from pageforge.report.charts import (
+    allocator,
     kernels,
     latency,
     lifecycle,
@@ -16,6 +17,7 @@ from pageforge.report.charts import (
 from pageforge.report.figures import Draw
 
 CHARTS: Mapping[str, Draw] = {
+    "allocator": allocator.figures,
     "kernels": kernels.figures,
     "latency": latency.figures,
     "lifecycle": lifecycle.figures,
