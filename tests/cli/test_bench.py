@@ -7,6 +7,7 @@ import torch
 from tests.bench.written import write
 from tests.cli.conftest import said
 
+from pageforge.bench.check import problems
 from pageforge.bench.questions import QUESTIONS, Question
 from pageforge.bench.results import read_folder, read_results
 from pageforge.bench.run import Run
@@ -40,6 +41,46 @@ def test_latency_on_the_cpu(invoke, tmp_path: Path) -> None:
     steps = [r for r in found.results if r["section"] == "steps"]
     assert [r["way"] for r in steps] == ["dynamic", "paged"]
     assert "cuDNN attention on" not in done.stdout
+
+
+def test_vram_on_the_cpu(invoke, tmp_path: Path) -> None:
+    out = tmp_path / "results"
+    ways = ("--way", "dynamic", "--way", "paged")
+    sizes = ("--model", "tiny", "-s", "2", "--prompt", "5", "--steps", "3", "--pool-pages", "4")
+    done = invoke("bench", "vram", "--device", "cpu", *ways, *sizes, "--out", out)
+    assert done.exit_code == 0, done.output
+    assert "tiny: 2 sequences, prompts of 5 tokens" in done.stdout
+    found = read_results(out / "vram.jsonl")
+    assert found.complete
+    grown = [r for r in found.results if r["section"] == "growth"]
+    assert [(r["way"], r["tokens"]) for r in grown] == [
+        (way, tokens) for way in ("paged", "dynamic") for tokens in (5, 6, 7, 8)
+    ]
+    assert not problems([found])
+
+
+def test_lifecycle_on_the_cpu(invoke, tmp_path: Path) -> None:
+    out = tmp_path / "results"
+    sizes = ("--model", "tiny", "-s", "2", "--prompt", "5", "--steps", "20")
+    done = invoke("bench", "lifecycle", "--device", "cpu", *sizes, "--out", out)
+    assert done.exit_code == 0, done.output
+    assert "tiny: batch 2" in done.stdout
+    found = read_results(out / "lifecycle.jsonl")
+    assert found.complete
+    (reuse,) = (r for r in found.results if r["section"] == "reuse")
+    assert reuse["reused_share"] == 1
+    assert not problems([found])
+
+
+def test_allocator(invoke, tmp_path: Path) -> None:
+    out = tmp_path / "results"
+    done = invoke("bench", "allocator", "--quick", "--pages", "100", "--out", out)
+    assert done.exit_code == 0, done.output
+    assert "64,000 pages claimed, 64,000 returned; no leaks, no errors" in done.stdout
+    found = read_results(out / "allocator.jsonl")
+    assert found.complete
+    assert {r["pages_total"] for r in found.results if r["section"] == "speed"} == {100}
+    assert not problems([found])
 
 
 def test_all_questions(invoke, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -130,6 +171,10 @@ def test_sweep_on_the_cpu(invoke, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "code", "message"),
     [
+        (("vram", "--way", "magic"), 2, "expected one of paged, pageforge, dynamic"),
+        (("vram", "--steps", "0"), 2, "greater than or equal to 1"),
+        (("lifecycle", "--model", "gpt5"), 2, "expected one of gpt2"),
+        (("allocator", "--pages", "8"), 2, "greater than or equal to 16"),
         (("kernels", "--only", "nothing"), 2, "expected one of decode, ragged"),
         (("kernels", "--peer-wheels", "/nowhere"), 2, "does not exist"),
         (("latency", "--model", "gpt5"), 2, "expected one of gpt2"),

@@ -95,6 +95,7 @@ class Stress:
     cycles: int
     sequences: int
     pages_each: int
+    cpu_s: float
     pages_claimed: int
     pages_returned: int
     leaks: int
@@ -120,6 +121,7 @@ def stress(
     allocator = PageAllocator(num_sequences * num_pages * 3 // 2)
     count = claimed = returned = errors = 0
     first = None
+    began = time.process_time()
     for number in cycles:
         count += 1
         before = allocator.num_used
@@ -141,6 +143,7 @@ def stress(
         cycles=count,
         sequences=num_sequences,
         pages_each=num_pages,
+        cpu_s=time.process_time() - began,
         pages_claimed=claimed,
         pages_returned=returned,
         leaks=allocator.num_used,

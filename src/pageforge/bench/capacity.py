@@ -23,9 +23,9 @@ from pageforge.pool import PagePool
 class Filled:
     """How many sequences there were and what they took; pages, if they lay in a pool."""
 
-    sequences: int
     storage_bytes: int
     mapped_bytes: int | None
+    sequences: int
     pages_claimed: int | None = None
     pages_returned: int | None = None
 
@@ -84,7 +84,7 @@ def fill_pool(bench: VramBench, tokens: int) -> Filled:
         for cache in caches:
             cache.free()
         returned = stats.pages_used - pool.stats().pages_used
-        return Filled(len(caches), stats.bytes_mapped, mapped, stats.pages_used, returned)
+        return Filled(stats.bytes_mapped, mapped, len(caches), stats.pages_used, returned)
 
 
 def fill_bytes(bench: VramBench, way: Way, tokens: int, limit: int) -> Filled:
@@ -102,4 +102,4 @@ def fill_bytes(bench: VramBench, way: Way, tokens: int, limit: int) -> Filled:
         caches.append(cache)
         taken += size
     del cache
-    return Filled(len(caches), taken, meter.read().mapped_bytes)
+    return Filled(taken, meter.read().mapped_bytes, len(caches))

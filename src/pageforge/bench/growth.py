@@ -67,7 +67,8 @@ def grow(
                     kv_bytes=kv_bytes,
                     **asdict(use),
                     **asdict(own),
-                    sequences_per_gb=rows / (taken / GB),
+                    # A tiny cache may lie in what the process had to spare.
+                    sequences_per_gb=rows / (taken / GB) if taken > 0 else None,
                 )
             )
         return points, _let_go(bench, name, cache, meter)
@@ -143,7 +144,7 @@ def _show_growth(
         f"{case}; MB mapped (10^6 bytes)": lambda point: mb(point["mapped_bytes"]),
         "MB at the peak of the step": lambda point: mb(point["peak_bytes"]),
         f"mapped, over {BASE}'s": lambda point: _over_base(curves, point),
-        "sequences per GB mapped": lambda point: float(point["sequences_per_gb"]),
+        "sequences per GB mapped": lambda point: point["sequences_per_gb"],
     }
     steps = sorted({step for step in SHOWN if step < bench.steps} | {bench.steps})
     for title, value in tables.items():
@@ -165,10 +166,9 @@ def _show_growth(
 def _over_base(
     curves: Mapping[str, list[dict[str, Any]]], point: Mapping[str, Any]
 ) -> float | None:
-    base, mapped = curves.get(BASE), point["mapped_bytes"]
-    if base is None or mapped is None:
-        return None
-    return float(mapped / base[point["step"]]["mapped_bytes"])
+    mapped = point["mapped_bytes"]
+    base = curves[BASE][point["step"]]["mapped_bytes"] if BASE in curves else None
+    return mapped / base if mapped is not None and base else None
 
 
 def _show_afterwards(bench: VramBench, records: Sequence[Mapping[str, Any]]) -> None:

@@ -117,6 +117,7 @@ def live(bench: LifecycleBench, pool: PagePool, batch: int) -> PageIds:
     bench.report.add(
         section="batch",
         batch=batch,
+        mapped_peak_bytes=max(moment["mapped_bytes"] for moment in moments),
         pages_ever=len(ever),
         pages_most=max(moment["pages_used"] for moment in moments),
         pages_claimed=claimed,
@@ -151,10 +152,10 @@ def _note(
         step=step,
         sequences=len(caches),
         tokens=tokens,
-        pages_used=stats.pages_used,
-        utilisation=tokens * bench.kv.token_bytes / used if used else None,
         pages_bytes=used,
         mapped_bytes=stats.bytes_mapped,
+        pages_used=stats.pages_used,
+        utilisation=tokens * bench.kv.token_bytes / used if used else None,
     )
 
 
@@ -180,11 +181,17 @@ def _show(bench: LifecycleBench, batch: int, moments: Sequence[Mapping[str, Any]
 def reuse(bench: LifecycleBench, first: PageIds, second: PageIds) -> None:
     """How many of the second batch's physical pages were the first's; all of them, or it failed."""
     both = len(first & second)
-    found = {"pages_first": len(first), "pages_second": len(second), "pages_reused": both}
     failed = {}
     if first != second:
         failed["failure"] = f"expected the first batch's {len(first)} pages, got {both} of them"
-    bench.report.add(section="reuse", **found, reused_share=both / max(1, len(second)), **failed)
+    bench.report.add(
+        section="reuse",
+        reused_share=both / max(1, len(second)),
+        pages_first=len(first),
+        pages_second=len(second),
+        pages_reused=both,
+        **failed,
+    )
     bench.console.print(
         f"{both} of the second batch's {len(second)} pages were among the first's {len(first)}\n"
     )
@@ -201,8 +208,8 @@ def afterwards(bench: LifecycleBench, pool: PagePool) -> None:
         bench.report.add(
             section="afterwards",
             when=when,
-            pages_used=stats.pages_used,
             mapped_bytes=stats.bytes_mapped,
+            pages_used=stats.pages_used,
             **({} if failed is None else {"failure": failed}),
         )
         rows.append((when, failed) if failed else (when, stats.pages_used, mb(stats.bytes_mapped)))

@@ -5,7 +5,17 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from pageforge.bench import kernels, latency, parity, sharing, sweep, throughput
+from pageforge.bench import (
+    allocator,
+    kernels,
+    latency,
+    lifecycle,
+    parity,
+    sharing,
+    sweep,
+    throughput,
+    vram,
+)
 from pageforge.bench.run import Run
 
 
@@ -31,7 +41,10 @@ QUESTIONS = {
             0,
             needs_cuda=True,
         ),
+        Question("vram", "How much memory does a KV cache take?", vram.run_all, 10),
         Question("latency", "How long does a decode step take?", latency.run_all, 25),
+        Question("lifecycle", "What becomes of a pool's pages?", lifecycle.run_all, 5),
+        Question("allocator", "How fast are pages handed out?", allocator.run_all, 10),
         Question("throughput", "How many tokens a second?", throughput.run_all, 30),
         Question("sweep", "Which page size, and how large a pool?", sweep.run_all, 25),
         Question("sharing", "What does a common beginning cost?", sharing.run_all, 15),
