@@ -38,6 +38,9 @@ def test_what_may_be(tmp_path: Path) -> None:
     assert told(tmp_path / "peer", absent) == []
     no_gpu = {"section": "kernels", "failure": "RuntimeError: needs a CUDA device"}
     assert told(tmp_path / "no gpu", no_gpu, "kernels") == []
+    assert told(tmp_path / "gpu", no_gpu, "kernels", machine={"device": "cuda"}) != []
+    refused = {"section": "steps", "failure": "UnsupportedModel: MLA cannot be packed"}
+    assert told(tmp_path / "refused", refused) == []
 
 
 @pytest.mark.parametrize(

@@ -46,6 +46,10 @@ def test_what_names_a_case_and_what_is_measured() -> None:
         "single_ms": 1.0,
         "single_ms_low": 1.0,
         "single_ms_high": 1.0,
+        "p25_ms": 1.0,
+        "p50_ms": 2.0,
+        "p75_ms": 4.0,
+        "p99_ms": 9.0,
     }
     assert case_of(record) == {"model": "gpt2", "batch": 8, "padded": True, "candidate": "ours"}
     assert measured_of(record) == {
@@ -55,7 +59,10 @@ def test_what_names_a_case_and_what_is_measured() -> None:
         "rate_per_s": 7,
         "share": 0.5,
         "single_ms": 1.0,
+        "p50_ms": 2.0,
+        "p99_ms": 9.0,
     }
+    assert spread_of(record, "p50_ms") == (1.0, 4.0)
     assert spread_of(record, "us") == (2.0, 4.0)
     assert spread_of(record, "share") is None
     assert spread_of(record, "single_ms") is None  # of one run: nobody knows

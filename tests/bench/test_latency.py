@@ -18,6 +18,7 @@ from pageforge.bench.harness import Budget
 from pageforge.bench.latency_context import LatencyBench
 from pageforge.bench.models import make_model, twin
 from pageforge.bench.report import Report
+from pageforge.bench.run import Run
 
 
 @pytest.fixture(scope="module")
@@ -163,6 +164,13 @@ def test_steps_end_where_the_positions_do(tiny: LatencyBench) -> None:
     tiny.steps = 500
     steps.follow(tiny, plan(tiny, 1))
     assert {r["steps"] for r in tiny.report.records} == {128 - 100 - steps.WARMUP}
+
+
+def test_a_model_is_asked_only_what_it_has_positions_for(report: Report) -> None:
+    run = Run(CPU, report, Console(file=io.StringIO()), Budget(None), model="tiny")
+    bench = latency.bench_of(run)
+    assert bench.prompts == [10]
+    assert set(bench.ways) == {"dynamic", "static", "paged", "pageforge"}
 
 
 def test_what_there_is_no_time_for_is_named(tiny: LatencyBench) -> None:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import gc
+import random
 import weakref
 
+import numpy as np
 import pytest
 import torch
 from tests.bench.conftest import CPU
@@ -21,23 +23,30 @@ OTHERS = {
     "flash attention": False,
     "efficient attention": False,
     "plain attention": False,
+    "cuDNN TF32": not torch.backends.cudnn.allow_tf32,
 }
 
 
 def test_settings_are_put_back_also_after_an_error() -> None:
-    assert {*OTHERS, "random numbers"} == SETTINGS.keys()
-    before = {name: read() for name, (read, _) in SETTINGS.items()}
+    numbers = {name for name in SETTINGS if "random numbers" in name}
+    assert {*OTHERS, *numbers} == SETTINGS.keys()
+    before = {name: read() for name, (read, _) in SETTINGS.items() if name not in numbers}
+    drawn = draw()
     with pytest.raises(KeyError), unchanged(CPU):
+        wanted = draw()
         for name, value in OTHERS.items():
             read, write = SETTINGS[name]
             write(value)
             assert read() == value != before[name]
-        torch.rand(3)
-        torch.manual_seed(7)
         raise KeyError
-    state = before.pop("random numbers")
-    assert torch.equal(torch.get_rng_state(), state)
     assert {name: SETTINGS[name][0]() for name in before} == before
+    again = draw()
+    assert again == wanted
+    assert all(one != other for one, other in zip(again, drawn, strict=True))
+
+
+def draw() -> tuple[float, float, float]:
+    return float(torch.rand(1)), random.random(), float(np.random.rand())
 
 
 def test_circles_of_objects_are_let_go() -> None:

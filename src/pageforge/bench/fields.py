@@ -16,6 +16,9 @@ UNIT = re.compile(r"(?:^|_)(?:bytes|flops|ns|us|ms|s|per_\w+)$")
 LOW, HIGH = "_low", "_high"
 """Ends of the names of a field's spread: quartiles, or the extremes of a few repeats."""
 
+MEDIAN, QUARTILES = "p50_", ("p25_", "p75_")
+"""Beginnings of the names of a median and its spread."""
+
 NEITHER = frozenset({"section", "failure"})
 
 
@@ -53,6 +56,8 @@ def measured_of(record: Mapping[str, Any]) -> dict[str, float]:
 def spread_of(record: Mapping[str, Any], name: str) -> tuple[float, float] | None:
     """Between what a measured field lies; None where that was not recorded, or of a single run."""
     low, high = record.get(name + LOW), record.get(name + HIGH)
+    if low is None and name.startswith(MEDIAN):
+        low, high = (record.get(each + name.removeprefix(MEDIAN)) for each in QUARTILES)
     if low is None or high is None or low == high:
         return None
     return float(low), float(high)
@@ -63,4 +68,8 @@ def _is_measured(name: str, value: object) -> bool:
 
 
 def _is_spread(name: str, record: Mapping[str, Any]) -> bool:
-    return any(name.endswith(end) and name.removesuffix(end) in record for end in (LOW, HIGH))
+    return any(
+        name.endswith(end) and name.removesuffix(end) in record for end in (LOW, HIGH)
+    ) or any(
+        name.startswith(each) and MEDIAN + name.removeprefix(each) in record for each in QUARTILES
+    )

@@ -54,7 +54,8 @@ def paged(model: PreTrainedModel, attention: str | None = None) -> Iterator[Answ
         own.set_attn_implementation(attention)
 
     def answer(tokens: Tensor, count: int) -> Tensor:
-        pages = tokens.shape[0] * pages_for(tokens.shape[1] + count, 16)
+        # A page more for each row, since decoding may look a page ahead.
+        pages = tokens.shape[0] * (1 + pages_for(tokens.shape[1] + count, 16))
         with PagePool.for_model(own, page_size=16, max_pages=pages) as pool:
             return _generate(own, tokens, count, PagedKVCache(pool))
 

@@ -12,7 +12,7 @@ from pageforge.bench.latency_context import LatencyBench
 from pageforge.bench.models import make_model
 from pageforge.bench.run import Run, run_sections
 from pageforge.bench.settings import cudnn_attention
-from pageforge.bench.steps import cudnn, padded, steps
+from pageforge.bench.steps import BLOCK, WARMUP, cudnn, padded, steps
 
 CPU_WAYS = ("dynamic", "static", "paged", "pageforge")
 """Without a GPU there are no graphs, and to compile takes minutes."""
@@ -44,6 +44,7 @@ def bench_of(given: Run) -> LatencyBench:
     name = given.model or ("smollm2" if given.on_cpu else "gpt2")
     model = make_model(name, given.device)
     bench = LatencyBench(model, name, given.report, given.console, given.budget)
+    bench.prompts = [n for n in bench.prompts if n + WARMUP + BLOCK <= bench.positions]
     if given.on_cpu:
         bench.ways = {name: WAYS[name] for name in CPU_WAYS}
         bench.batches, bench.generated = CPU_BATCHES, CPU_GENERATED

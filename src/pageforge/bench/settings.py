@@ -4,10 +4,17 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import random
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import numpy as np
 import torch
+
+
+def _allow_cudnn_tf32(allowed: bool) -> None:
+    torch.backends.cudnn.allow_tf32 = allowed
+
 
 SETTINGS: dict[str, tuple[Callable[[], Any], Callable[[Any], Any]]] = {
     "threads": (torch.get_num_threads, torch.set_num_threads),
@@ -34,14 +41,17 @@ SETTINGS: dict[str, tuple[Callable[[], Any], Callable[[Any], Any]]] = {
         torch.backends.cuda.enable_mem_efficient_sdp,
     ),
     "plain attention": (torch.backends.cuda.math_sdp_enabled, torch.backends.cuda.enable_math_sdp),
+    "cuDNN TF32": (lambda: torch.backends.cudnn.allow_tf32, _allow_cudnn_tf32),
     "random numbers": (torch.get_rng_state, torch.set_rng_state),
+    "Python's random numbers": (random.getstate, random.setstate),
+    "numpy's random numbers": (np.random.get_state, np.random.set_state),
 }
-"""torch's, for the whole process: how each is read, and how it is set."""
+"""Of the whole process: how each is read, and how it is set."""
 
 
 @contextlib.contextmanager
 def unchanged(device: torch.device) -> Iterator[None]:
-    """Afterwards torch's settings and random numbers are as before, and memory is given back."""
+    """Afterwards settings and random numbers are as before, and memory is given back."""
     before = {name: read() for name, (read, _) in SETTINGS.items()}
     cuda_state = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
     try:

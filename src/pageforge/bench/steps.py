@@ -88,7 +88,7 @@ def follow(bench: LatencyBench, plan: Plan) -> None:
     if not bench.budget.allows(f"{plan.section}, batch {plan.batch}"):
         return
     torch.compiler.reset()
-    setting = Setting(bench.model, plan.batch, plan.pads)
+    setting = Setting(bench.model, plan.batch, pads=plan.pads)
     with contextlib.ExitStack() as stack:
         starts: dict[str, Start] = {}
         failures: dict[str, str] = {}

@@ -102,7 +102,10 @@ def run(bench: ThroughputBench, only: Sequence[str] = ()) -> None:
     bench.read = read_ceiling(bench.device)
     bench.flops = matmul_ceiling(bench.device, bench.model.dtype)
     bench.report.add(
-        section="ceilings", read_bytes_per_s=bench.read, matmul_flops_per_s=bench.flops
+        section="ceilings",
+        model=bench.name,
+        read_bytes_per_s=bench.read,
+        matmul_flops_per_s=bench.flops,
     )
     bench.console.print(
         f"read ceiling {bench.read / 1e9:,.0f} GB/s, matrix products {bench.flops / 1e12:,.3g} "

@@ -21,9 +21,10 @@ def check(
 ) -> None:
     """Can these results be true?
 
-    Every file is read; nothing may have failed (but what needs CUDA, where there is none, and peers
-    that are not installed), pages that were claimed must have been returned, and measured bytes may
-    not be below the pages' own. Exits with 1 if something is wrong.
+    Every file is read; nothing may have failed (but what needs CUDA, where there is none, peers
+    that are not installed and models that are refused), pages that were claimed must have been
+    returned, and measured bytes may not be below the pages' own. Exits with 1 if something is
+    wrong.
     """
     files = read(folder)
     found = problems(files)
