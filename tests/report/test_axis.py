@@ -73,3 +73,20 @@ def test_an_axis_of_a_few_values_has_these_ticks() -> None:
     axis = Axis("tokens a page", log=True, values=[8, 16, 1024]).plotly([8, 1024])
     assert axis["tickvals"] == [8, 16, 1024]
     assert axis["ticktext"] == ["8", "16", "1,024"]
+
+
+@pytest.mark.parametrize(
+    ("axis", "reached", "is_log"),
+    [
+        (Axis("x", log=True), [0.4, 12], True),
+        (Axis("x", log=True), [13.9, 15.4], False),
+        (Axis("x", log=True), [0, 5], False),
+        (Axis("x", log=True), [], False),
+        (Axis("x", log=True, values=[8, 16]), [8, 16], True),
+        (Axis("x"), [1, 1000], False),
+    ],
+)
+def test_an_axis_is_logarithmic_where_that_shows_more(
+    axis: Axis, reached: list[float], is_log: bool
+) -> None:
+    assert axis.fitted(reached).log is is_log

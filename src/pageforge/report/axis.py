@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from pageforge.geometry import ceil_div
@@ -19,6 +19,8 @@ STEPS = (1, 2, 5)
 FEW_DECADES, MANY_DECADES = 2, 5
 """A logarithmic axis over few decades has ticks inside them as well; over many, not at each."""
 
+DECADE = 10
+
 SMALL = 1e-4
 """Below this, numbers are written with a power of ten."""
 
@@ -30,7 +32,8 @@ LONG_UNIT = 2
 class Axis:
     """`label`: what is counted. `prefixed`: 604 MB instead of 603,979,776 with the unit apart.
 
-    `values`: where the ticks stand, on an axis of a few numbers (page sizes, batch sizes).
+    `log`: logarithmic, where what is drawn spans enough for that. `values`: where the ticks stand,
+    on an axis of a few numbers (page sizes, batch sizes).
     """
 
     label: str
@@ -38,6 +41,12 @@ class Axis:
     prefixed: bool = False
     log: bool = False
     values: Sequence[float] = ()
+
+    def fitted(self, reached: Sequence[float]) -> Axis:
+        """This axis for these values: from zero on if they span less than a decade."""
+        positive = [value for value in reached if value > 0]
+        spans = positive and max(positive) > DECADE * min(positive)
+        return self if spans or self.values else replace(self, log=False)
 
     @property
     def title(self) -> str:

@@ -84,7 +84,8 @@ def _described(name: str, value: Any) -> str:
     if unit in UNITS:
         return f"{label.replace('_', ' ')} {rounded(value)} {unit}"
     label = name.replace("_", " ")
-    return f"{rounded(value)} {label}" if label.endswith("s") else f"{label} {rounded(value)}"
+    is_plural = label.endswith("s") and not label.endswith("ss")
+    return f"{rounded(value)} {label}" if is_plural else f"{label} {rounded(value)}"
 
 
 def same(records: Sequence[Record], *fields: str) -> str:

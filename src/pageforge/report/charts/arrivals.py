@@ -15,6 +15,7 @@ WAITS = {
     "ttft_p99_ms": "first token, P99",
     "tpot_p50_ms": "each token after it, P50",
     "tpot_p99_ms": "each token after it, P99",
+    "itl_p99_ms": "pause between two tokens, P99",
 }
 
 NOT_SHOWN = "Requests over a network; other patterns of arrival than this one."

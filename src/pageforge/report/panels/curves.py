@@ -69,8 +69,10 @@ class Curves:
 
     def layout(self) -> dict[str, Any]:
         """See `Panel`. A pointer reads all curves at its place, or the one point that it is at."""
-        over, value = self.over.plotly(self._where), self.value.plotly(self._values)
-        if not self.value.log:
+        over = self.over.fitted(self._where).plotly(self._where)
+        fitted = self.value.fitted(self._values)
+        value = fitted.plotly(self._values)
+        if not fitted.log:
             value["range"] = [0, self._top]
         return {
             "xaxis": over
@@ -82,7 +84,7 @@ class Curves:
             "yaxis": value,
             "hovermode": "closest" if self.style == "points" else "x unified",
             "shapes": [_line(limit) for limit in self.limits.values()],
-            "annotations": [_name(*limit, self.value.log) for limit in self.limits.items()],
+            "annotations": [_name(*limit, fitted.log) for limit in self.limits.items()],
         }
 
     def draw(self, axes: Any, look: Looks) -> None:
@@ -117,10 +119,11 @@ class Curves:
                 color=LIGHT["muted"],
                 fontsize="small",
             )
-        self.over.draw(axes.xaxis, self._where)
-        self.value.draw(axes.yaxis, self._values)
+        self.over.fitted(self._where).draw(axes.xaxis, self._where)
+        fitted = self.value.fitted(self._values)
+        fitted.draw(axes.yaxis, self._values)
         axes.set_xlabel(self.over.title)
-        if not self.value.log:
+        if not fitted.log:
             axes.set_ylim(0, self._top)
 
     def _trace(self, curve: Curve, look: Look) -> dict[str, Any]:

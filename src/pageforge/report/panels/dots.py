@@ -67,8 +67,9 @@ class Dots:
 
     def layout(self) -> dict[str, Any]:
         """See `Panel`."""
-        value = self.value.plotly(self._values)
-        if not self.value.log:
+        fitted = self.value.fitted(self._values)
+        value = fitted.plotly(self._values)
+        if not fitted.log:
             value |= {"rangemode": "tozero"}
         return {"xaxis": value, "yaxis": rows(self.names), "hovermode": "closest"}
 
@@ -82,8 +83,9 @@ class Dots:
             for value, (_, shape, _) in zip(values, SHAPES, strict=False):
                 filled = {} if shape in "o|" else {"markerfacecolor": LIGHT["paper"]}
                 axes.plot(value, at, shape, color=colour, markersize=6, **filled)
-        self.value.draw(axes.xaxis, self._values)
-        if not self.value.log:
+        fitted = self.value.fitted(self._values)
+        fitted.draw(axes.xaxis, self._values)
+        if not fitted.log:
             axes.set_xlim(left=0)
         draw_rows(axes, self.names)
 

@@ -64,7 +64,7 @@ class Strips:
 
     def layout(self) -> dict[str, Any]:
         """See `Panel`."""
-        value = self.value.plotly(self._places)
+        value = self._axis.plotly(self._places)
         if self._has_nothing:
             ticks = self._ticks(value["tickvals"], value["ticktext"])
             value |= {"tickvals": list(ticks), "ticktext": list(ticks.values())}
@@ -95,7 +95,7 @@ class Strips:
                 markersize=5,
                 label=name,
             )
-        self.value.draw(axes.xaxis, self._places)
+        self._axis.draw(axes.xaxis, self._places)
         if self._has_nothing:
             texts = [text.get_text() for text in axes.get_xticklabels()]
             ticks = self._ticks(axes.get_xticks(), texts)
@@ -122,19 +122,23 @@ class Strips:
         return [value for strip in self.strips for value in strip.values.values()]
 
     @property
+    def _axis(self) -> Axis:
+        return self.value.fitted(self._values)
+
+    @property
     def _places(self) -> list[float]:
         return [self._place(value) for value in self._values]
 
     @property
     def _has_nothing(self) -> bool:
-        return self.value.log and 0 in self._values
+        return self._axis.log and 0 in self._values
 
     @property
     def _zero(self) -> float:
         return NOTHING * min((value for value in self._values if value > 0), default=1)
 
     def _place(self, value: float) -> float:
-        return self._zero if self.value.log and not value else value
+        return self._zero if self._has_nothing and not value else value
 
     def _ticks(self, places: Sequence[float], texts: Sequence[str]) -> dict[float, str]:
         """Those of a logarithmic axis, and one for zero left of them."""
