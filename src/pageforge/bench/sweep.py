@@ -104,8 +104,8 @@ def bench_of(run_of: Run) -> SweepBench:
         Size(positions),
     )
     if on_cpu:
-        bench.size = Size(positions, shrink=4, requests=16)
-        bench.batch, bench.steps, bench.repeats = 8, 40, 1
+        bench.size = Size(positions, shrink=4, requests=8)
+        bench.batch, bench.steps, bench.repeats = 4, 42, 1
     if quick:
         bench.page_sizes = QUICK_PAGE_SIZES
     if quick or name == TINY:
