@@ -11,6 +11,7 @@ import pytest
 from tests.report import samples
 
 from pageforge.bench.questions import QUESTIONS
+from pageforge.bench.report import Report
 from pageforge.errors import ResultsError
 from pageforge.report.page import page, sections
 from pageforge.report.results import machine_name, measured_on, read_sets
@@ -89,21 +90,41 @@ def test_sections_come_in_the_questions_order_and_all_of_them(results: Path) -> 
     assert [section.name for section in found[: len(QUESTIONS)]] == list(QUESTIONS)
     assert {section.name for section in found} == QUESTIONS.keys() | samples.SAMPLES.keys()
     by_name = {section.name: section for section in found}
-    assert list(by_name["vram"].entries) == ["cpu", "h200"]
-    assert list(by_name["parity"].entries) == ["cpu"]
+    assert [entry.set for entry in by_name["vram"].entries] == ["cpu", "h200"]
+    assert [entry.set for entry in by_name["parity"].entries] == ["cpu"]
+    assert by_name["parity"].status("h200") == ""
     assert not by_name[samples.MISSING].entries
 
 
-def test_a_run_that_found_nothing_says_so(tmp_path: Path) -> None:
-    failed = {"section": "kernels", "failure": "needs a CUDA device"}
-    samples.write(tmp_path, samples.CPU, ["kernels"])
-    head = (tmp_path / "kernels.jsonl").read_text().splitlines()[0]
-    end = {"kind": "end", "seconds": 1.0, "left_out": []}
-    lines = [head, json.dumps({"kind": "result", **failed}), json.dumps(end)]
-    (tmp_path / "kernels.jsonl").write_text("\n".join(lines) + "\n")
+@pytest.mark.parametrize(
+    ("results", "status"),
+    [
+        ([{"section": "kernels", "failure": "needs a CUDA device"}], "could not run"),
+        ([], "left out"),
+        ([{"section": "a", "failure": "why"}, {"section": "a", "us": 1.0}], "measured"),
+    ],
+)
+def test_a_run_says_how_much_it_found(
+    tmp_path: Path, results: list[dict[str, Any]], status: str
+) -> None:
+    report = Report("kernels", "What?", tmp_path / "kernels.jsonl", samples.CPU)
+    for record in results:
+        report.add(**record)
+    report.end()
     found = {section.name: section for section in sections(read_sets(tmp_path))}
-    (entry,) = found["kernels"].entries.values()
-    assert entry.status == "could not run"
+    assert found["kernels"].status(tmp_path.name) == status
+
+
+def test_several_recordings_lie_in_one_folder(tmp_path: Path) -> None:
+    for name in ("monday", "tuesday"):
+        samples.write(tmp_path, samples.CPU, ["recording"])
+        (tmp_path / "recording.jsonl").rename(tmp_path / f"{name}.jsonl")
+    sets = read_sets(tmp_path)
+    found = {section.name: section for section in sections(sets)}
+    assert [e.file.path.stem for e in found["recording"].entries] == ["monday", "tuesday"]
+    text = page(sets, list(found.values()))
+    assert text.count(">Step by step</h4>") == 2
+    assert 'id="recording-1-steps-0"' in text
 
 
 def test_a_record_without_a_name_is_refused_by_its_files_name(tmp_path: Path) -> None:

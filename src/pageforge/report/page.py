@@ -44,8 +44,9 @@ class Shown:
 
 @dataclass(frozen=True)
 class Entry:
-    """A question's answer from one result file."""
+    """A question's answer from one result file, which belongs to a set."""
 
+    set: str
     file: ResultFile
     machine: str
     on: str
@@ -57,17 +58,24 @@ class Entry:
         """How much of an answer it is."""
         if not self.file.complete:
             return "cut short"
+        if not self.file.results:
+            return "left out"
         failed = all(result.get("failure") for result in self.file.results)
         return "could not run" if failed else "measured"
 
 
 @dataclass(frozen=True)
 class Section:
-    """A question, with an entry for each set of results that has an answer."""
+    """A question with its answers; a set may have several recordings of somebody's own runs."""
 
     name: str
     title: str
-    entries: Mapping[str, Entry]
+    entries: Sequence[Entry]
+
+    def status(self, set_name: str) -> str:
+        """How far a set answers it; "" if not at all."""
+        found = dict.fromkeys(entry.status for entry in self.entries if entry.set == set_name)
+        return ", ".join(found)
 
 
 @dataclass(frozen=True)
@@ -84,28 +92,26 @@ def sections(sets: Sets) -> list[Section]:
     for files in sets.values():
         for file in files:
             titles.setdefault(file.question, file.title)
+    return [Section(name, title, _entries(sets, name)) for name, title in titles.items()]
+
+
+def _entries(sets: Sets, question: str) -> list[Entry]:
+    answers = [
+        (name, file) for name, files in sets.items() for file in files if file.question == question
+    ]
     return [
-        Section(
-            name,
-            title,
-            {
-                set_name: _entry(f"{name}-{number}", file)
-                for number, (set_name, files) in enumerate(sets.items())
-                for file in files
-                if file.question == name
-            },
-        )
-        for name, title in titles.items()
+        _entry(f"{question}-{number}", name, file) for number, (name, file) in enumerate(answers)
     ]
 
 
-def _entry(name: str, file: ResultFile) -> Entry:
+def _entry(place: str, set_name: str, file: ResultFile) -> Entry:
     found = [figure for figure in _figures(file) if figure.panels or figure.failures]
     return Entry(
+        set_name,
         file,
         machine_name(file),
         measured_on(file),
-        [_shown(f"{name}-{figure.name}", figure) for figure in found],
+        [_shown(f"{place}-{figure.name}", figure) for figure in found],
         tables(file.results),
     )
 
@@ -121,12 +127,9 @@ def _figures(file: ResultFile) -> list[Figure]:
         ) from error
 
 
-def _shown(name: str, figure: Figure) -> Shown:
-    return Shown(
-        name,
-        figure,
-        [Chart(f"{name}-{number}", panel) for number, panel in enumerate(figure.panels)],
-    )
+def _shown(place: str, figure: Figure) -> Shown:
+    charts = [Chart(f"{place}-{number}", panel) for number, panel in enumerate(figure.panels)]
+    return Shown(place, figure, charts)
 
 
 def page(sets: Sets, questions: Sequence[Section]) -> str:
@@ -175,7 +178,7 @@ def _charts(questions: Sequence[Section]) -> list[dict[str, Any]]:
             ).to_plotly_json(),
         }
         for question in questions
-        for entry in question.entries.values()
+        for entry in question.entries
         for shown in entry.figures
         for chart in shown.charts
     ]

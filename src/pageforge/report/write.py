@@ -33,11 +33,10 @@ def write_report(folder: Path, out: Path) -> list[Path]:
 def _pictures(questions: Sequence[Section], folder: Path) -> Iterator[Path]:
     """A PNG file of each figure that has something to show."""
     for question in questions:
-        for name, entry in question.entries.items():
+        for entry in question.entries:
+            head = f"{entry.set.replace('/', '-')}-{entry.file.path.stem}"
             for shown in entry.figures:
                 if shown.charts:
-                    path = (
-                        folder / f"{name.replace('/', '-')}-{question.name}-{shown.figure.name}.png"
-                    )
+                    path = folder / f"{head}-{shown.figure.name}.png"
                     picture(shown.figure, entry.on, path)
                     yield path
