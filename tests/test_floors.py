@@ -34,6 +34,7 @@ FLOORS = {
     "serve/": 7,
     "bench/": 7,
     "recording.py": 7,
+    "report/": 7,
     "cli/": 8,
     "__init__.py": 9,  # only re-exports, so nothing imports from it
 }
@@ -58,10 +59,25 @@ POLICY = (
 
 TENSOR_LIBRARIES = frozenset({"torch", "transformers"})
 
-OPTIONAL = frozenset({"accelerate", "cuda", "cupy", "gguf", "platformdirs", "triton"})
+OPTIONAL = frozenset(
+    {
+        "accelerate",
+        "cuda",
+        "cupy",
+        "gguf",
+        "jinja2",
+        "markupsafe",
+        "matplotlib",
+        "platformdirs",
+        "plotly",
+        "triton",
+    }
+)
 """Libraries that may be missing: only these may be imported inside a function."""
 
-EXTRAS = frozenset({"accelerate", "gguf", "platformdirs"})
+EXTRAS = frozenset(
+    {"accelerate", "gguf", "jinja2", "markupsafe", "matplotlib", "platformdirs", "plotly"}
+)
 """Those of our own extras: a file must load without them, so at its top they stand in a try."""
 
 

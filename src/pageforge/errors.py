@@ -65,6 +65,10 @@ class ResultsError(PageForgeError, ValueError):
     """A file of benchmark results is corrupt, not ours, or of a newer PageForge."""
 
 
+class MissingExtra(PageForgeError, ImportError):
+    """A library of an optional extra is not installed; the message says how to get it."""
+
+
 class ModelNotFound(PageForgeError, OSError):
     """A model could not be found or fetched; the message lists what was tried."""
 

@@ -15,6 +15,7 @@ COMMANDS = (
     ["pool", "status"],
     ["pool", "simulate"],
     ["pool", "stress"],
+    ["report"],
     ["config", "show"],
     ["config", "set"],
     ["config", "unset"],

@@ -16,7 +16,7 @@ from transformers.utils import logging as transformers_logging
 from typer.core import TyperGroup
 
 from pageforge._version import __version__
-from pageforge.cli import bench, config, demo, info, pool, run
+from pageforge.cli import bench, config, demo, info, pool, report, run
 from pageforge.cli.output import error_line, fail, stderr
 
 INTERRUPTED = 130
@@ -51,7 +51,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-for part in (demo, run, pool, bench, info, config):
+for part in (demo, run, pool, bench, report, info, config):
     part.register(app)
 
 

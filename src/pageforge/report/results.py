@@ -1,0 +1,46 @@
+"""The result files that a report is made from, and what each was measured on."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from pageforge.bench.results import SUFFIX, ResultFile, read_folder
+
+LIBRARIES = ("torch", "transformers")
+"""Whose versions stand beside every figure; all others are in the table of machines."""
+
+Sets = dict[str, list[ResultFile]]
+"""Result files by the folder that holds them: a machine, a model, a day."""
+
+
+def read_sets(folder: Path) -> Sets:
+    """The files in `folder` and in the folders below it; those of one folder belong together.
+
+    Raises ResultsError, which names the file, if one is wrong, or if there is none.
+    """
+    holders = sorted({path.parent for path in folder.rglob(f"*{SUFFIX}")}) or [folder]
+    return {_name(holder, folder): read_folder(holder) for holder in holders}
+
+
+def _name(holder: Path, folder: Path) -> str:
+    """Below `folder`: the way there."""
+    return folder.resolve().name if holder == folder else holder.relative_to(folder).as_posix()
+
+
+def machine_name(file: ResultFile) -> str:
+    """`NVIDIA H200`, or `CPU, 2 cores`."""
+    machine = file.machine
+    return str(machine.get("gpu") or f"CPU, {machine.get('cpus', '?')} cores")
+
+
+def measured_on(file: ResultFile) -> str:
+    """Machine, commit, versions and day in one line."""
+    machine = file.machine
+    parts = [
+        machine_name(file),
+        f"commit {machine.get('commit') or 'unknown'}",
+        f"pageforge {machine.get('pageforge', '?')}",
+        *(f"{name} {machine[name]}" for name in LIBRARIES if machine.get(name)),
+        file.began[:10],
+    ]
+    return ", ".join(parts)
