@@ -142,12 +142,11 @@ class PageAllocator:
 
     def empty_chunks(self) -> list[int]:
         """Open chunks, in order, that no used or cached page touches: they can be closed."""
-        ready = {chunk: len(pages) for chunk, pages in self._by_chunk(self._ready)}
-        return [
-            chunk
-            for chunk, pages in enumerate(self._free)
-            if len(pages) + ready.get(chunk, 0) == self._sizes[chunk]
-        ]
+        empty = set(_bits(self._empty))
+        for chunk, pages in self._by_chunk(self._ready):
+            if len(self._free[chunk]) + len(pages) == self._sizes[chunk]:
+                empty.add(chunk)
+        return sorted(empty)
 
     def plan(self, num_pages: int) -> Supply:
         """Where `num_pages` pages would come from.
@@ -451,3 +450,11 @@ def _check_number(num_pages: int) -> None:
 def _hold(condition: bool, message: str) -> None:
     if not condition:
         raise AssertionError(message)
+
+
+def _bits(number: int) -> Iterator[int]:
+    """The places of the bits of `number` that are set, the lowest first."""
+    while number:
+        lowest = number & -number
+        yield lowest.bit_length() - 1
+        number ^= lowest
