@@ -144,6 +144,7 @@ def step(bench: SweepBench) -> None:
         medians = [percentile(lane.seconds, 50) for lane in lanes.values()]
         for size in bench.page_sizes:
             case = {
+                "model": bench.name,
                 "way": name,
                 "page_size": size,
                 "batch": bench.batch,
@@ -190,7 +191,13 @@ def kernel(bench: SweepBench) -> None:
         timings = measure(builders, bench.device, repeats=KERNEL_REPEATS)
         for size in bench.page_sizes:
             timing = timings[str(size)]
-            case = {"shape": name, "heads": str(heads), "page_size": size, "bytes": problem.bytes}
+            case = {
+                "model": bench.name,
+                "shape": name,
+                "heads": str(heads),
+                "page_size": size,
+                "bytes": problem.bytes,
+            }
             share = problem.bytes / rate / timing.us * 1e6
             bench.report.add(section="kernel", **case, **vars(timing), read_share=share)
             label = f"{name}, {size}"
@@ -284,6 +291,7 @@ def _case(
 ) -> dict[str, Any]:
     page_bytes = bytes_of_page(bench.model, page_size)
     return {
+        "model": bench.name,
         "workload": WORKLOAD,
         "requests": len(jobs),
         "new_tokens": new_tokens(list(jobs)),
