@@ -87,7 +87,7 @@ def run_all(run_of: Run) -> None:
 
 
 def bench_of(run_of: Run) -> SweepBench:
-    """What is swept in a run; on the CPU few requests, a quarter as long."""
+    """What is swept in a run; on the CPU few requests, an eighth as long."""
     on_cpu, quick = run_of.on_cpu, run_of.quick
     default = "gpt2" if not on_cpu else TINY if quick else "smollm2"
     name = run_of.model or default
@@ -103,8 +103,8 @@ def bench_of(run_of: Run) -> SweepBench:
         Size(positions),
     )
     if on_cpu:
-        bench.size = Size(positions, shrink=4, requests=8)
-        bench.batch, bench.steps, bench.repeats = 4, 42, 1
+        bench.size = Size(positions, shrink=8, requests=6)
+        bench.batch, bench.context, bench.steps, bench.repeats = 4, 192, 42, 1
     if quick:
         bench.page_sizes = QUICK_PAGE_SIZES
     if quick or name == TINY:

@@ -50,7 +50,18 @@ def sweep(
     ] = None,
     requests: Annotated[
         int | None,
-        options.option("--requests", help="Of the workload.", panel=WHAT, min=1),
+        options.option(
+            "--requests", help="Of the workload (512; 6 on the CPU).", panel=WHAT, min=1
+        ),
+    ] = None,
+    shrink: Annotated[
+        int | None,
+        options.option(
+            "--shrink",
+            help="By what their lengths are divided (1; on the CPU 8).",
+            panel=WHAT,
+            min=1,
+        ),
     ] = None,
     quick: Quick = False,
     seconds: Seconds = SECONDS,
@@ -75,5 +86,9 @@ def sweep(
     ) as run:
         bench = question.bench_of(run)
         bench.page_sizes = [int(size) for size in page_size] if page_size else bench.page_sizes
-        bench.size = replace(bench.size, requests=requests or bench.size.requests)
+        bench.size = replace(
+            bench.size,
+            requests=requests or bench.size.requests,
+            shrink=shrink or bench.size.shrink,
+        )
         question.run(bench, only or ())
