@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import threading
 import weakref
 from collections import deque
@@ -294,17 +295,20 @@ class PagePool:
         Returns at once. Does nothing where there is memory for as many, or where the budget or the
         pool ends; whoever needs pages in earnest finds out, and gives way or takes from others.
         """
-        if all(group.allocator.num_open_free >= num_pages for group in self._groups):
+        groups = [group for group in self._groups if group.store.maps]
+        if all(group.allocator.num_open_free >= num_pages for group in groups):
             return
         with self._exclusive():
             spare = [group.allocator.num_open_free for group in self._groups]
             for index, group in enumerate(self._groups):
+                if not group.store.maps:
+                    continue
                 allocator = group.allocator
                 for chunk in allocator.plan(min(num_pages, allocator.num_free)).chunks:
                     spare[index] += len(allocator.chunk_pages(chunk))
                     if self._bytes_open(spare) > self._budget:
                         return
-                    if group.store.elastic and (index, chunk) not in self._retired:
+                    if (index, chunk) not in self._retired:
                         self._ahead.begin((index, chunk), group.store, group.chunk_bytes(chunk))
 
     @property
@@ -509,8 +513,7 @@ class PagePool:
 
     def release(self, tables: Sequence[PageTable]) -> None:
         """Give all pages of `tables` back. Releasing twice does nothing."""
-        if self._owner == threading.get_ident():
-            # From a __del__ that garbage collection ran inside a call: when that call is over.
+        if self.is_inside:  # from a __del__ that garbage collection ran: when that call is over
             self._abandoned.extend(tables)
             return
         with self._exclusive(even_closed=True):
@@ -522,7 +525,7 @@ class PagePool:
         """`release` for finalizers: never blocks, as garbage collection may run inside a call."""
         self._abandoned.extend(tables)
         # Who holds the lock looks again after giving it back, so that nothing is left lying.
-        while self._abandoned and self._lock.acquire(blocking=False):
+        while self._abandoned and not self.is_inside and self._lock.acquire(blocking=False):
             try:
                 self._owner = threading.get_ident()
                 self._num_calls += 1
@@ -704,15 +707,14 @@ class PagePool:
 
     @contextlib.contextmanager
     def _exclusive(self, *, even_closed: bool = False) -> Iterator[None]:
-        me = threading.get_ident()
-        if self._owner == me:
+        if self.is_inside:
             raise PageForgeError(
                 "pool: called by a finalizer in the middle of another call; there, only free or "
                 "release what uses it"
             )
         with self._lock:
             try:
-                self._owner = me
+                self._owner = threading.get_ident()
                 self._num_calls += 1
                 self._collect()
                 if not even_closed:
@@ -729,6 +731,14 @@ class PagePool:
                 expected("group", f"from 0 to {len(self._groups) - 1}", index, "see stats().groups")
             )
         return self._groups[index]
+
+    @property
+    def is_inside(self) -> bool:
+        """Whether this thread is in the middle of a call, or the one that maps memory for them.
+
+        A finalizer that garbage collection runs there can only release what uses the pool.
+        """
+        return self._owner == threading.get_ident() or self._ahead.is_this_thread
 
     @property
     def is_closed(self) -> bool:
@@ -887,14 +897,13 @@ class PagePool:
     def _shrink(self, keep: int = WATERMARK, spare: Sequence[int] | None = None) -> None:
         """Close wholly free chunks beyond `keep` bytes, the highest first to go.
 
-        `spare`: free pages of each group that shall keep their memory. Without `keep` memory that
-        was mapped ahead goes as well.
+        `spare`: free pages of each group that shall keep their memory. With other memory, or
+        without `keep`, what was mapped ahead goes as well.
         """
         if self._closed:
             return
-        if not keep:
-            self._retired.update((chunk, []) for chunk in self._ahead.drop())
         events: dict[torch.device, list[torch.cuda.Event]] = {}
+        is_all = not keep
         for index, group in enumerate(self._groups):
             if not group.store.elastic:
                 continue
@@ -913,6 +922,8 @@ class PagePool:
                         events[group.device] = self._record_events(group.device)
                     allocator.close_chunk(chunk)
                     self._retired[index, chunk] = events[group.device]
+        if is_all or events:
+            self._retired.update((chunk, []) for chunk in self._ahead.drop())
         self._unmap_retired(wait=False)
 
     def _record_events(self, device: torch.device) -> list[torch.cuda.Event]:
@@ -951,8 +962,7 @@ def _empty_torch_cache() -> None:
 
 
 def _end(stores: Sequence[tuple[Store, torch.device]], ahead: MappedAhead) -> None:
-    ahead.close()
-    _close_stores(stores)
+    ahead.close(functools.partial(_close_stores, stores))
 
 
 def _close_stores(stores: Sequence[tuple[Store, torch.device]]) -> None:

@@ -370,10 +370,13 @@ def test_the_policy_holds(
 class Alone:
     """A core to drive by hand; nothing goes wrong by itself."""
 
-    def __init__(self, max_pages: int, *, swap_bytes: int = 0):
+    def __init__(
+        self, max_pages: int, *, swap_bytes: int = 0, max_running: int = 4, budget: int = 64
+    ):
         self.pool = FakePool(geometry(P), max_pages=max_pages)
-        self.runner = FakeRunner(self.pool, 4, 64, max_pages * P)
-        parts: Any = (self.runner, self.pool, FakeSampler(4), Limits(4, 64, P), self)
+        self.runner = FakeRunner(self.pool, max_running, budget, max_pages * P)
+        limits, sampler = Limits(max_running, budget, P), FakeSampler(max_running)
+        parts: Any = (self.runner, self.pool, sampler, limits, self)
         self.core = CoreInFlight(*parts, swap_bytes=swap_bytes)
         self.ended: dict[int, tuple[str, list[int]]] = {}
 
@@ -563,3 +566,39 @@ def test_a_device_that_stays_full_runs_as_many_as_it_can(swap_pages: int) -> Non
     assert 0 < alone.pool.num_refused <= 2 * len(asked)
     for rank, prompt in enumerate(asked):
         assert alone.ended[rank] == ("length", completion(prompt, 12))
+
+
+def test_pages_ahead_are_claimed_where_nobody_needs_them() -> None:
+    """Many decode, and a prompt in seven steps takes all the pages that are left."""
+    alone = Alone(max_pages=33 * 3 + 600, max_running=40, budget=400)
+    for rank in range(33):
+        alone.add([rank % VOCABULARY, 1, 2], 100, rank=rank)
+    alone.core.step()
+    (prompt,) = alone.add([0] * 2400, 10, rank=100)
+    for _ in range(7):
+        alone.core.step()
+    assert alone.core.rows.computed[prompt.row] == 2400
+    assert alone.core.num_preemptions == 0
+    assert alone.core.rows.num_running == 34
+    assert alone.pool.num_available == 0
+
+
+def test_memory_is_mapped_for_the_pages_that_a_prompt_lacks(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    alone = Alone(max_pages=64, swap_bytes=8 * BYTES_PER_PAGE)
+    stem = [0, 1, 2, 3] * 10
+    alone.add(stem, 1, rank=0)
+    (swapped,) = alone.add([4, 4, 4, 4] * 2 + [2], 3, rank=1)
+    alone.core.step()
+    alone.core.settle()
+    alone.core.preempt(swapped)
+    assert swapped.swapped is not None
+    asked: list[int] = []
+    monkeypatch.setattr(alone.pool, "map_ahead", asked.append)
+    alone.add([*stem, 1], 3, rank=2, n=2)
+    alone.core.step()
+    assert asked[0] == 3 + 1  # all of the swapped one's, and the last one of the prompt
+    alone.run()
+    for rank in (2, 3):
+        assert alone.ended[rank] == ("length", completion([*stem, 1], 3))

@@ -142,6 +142,42 @@ def test_an_interrupt_behind_a_launch_loses_no_token(
         assert outputs["3"].token_ids == alone
 
 
+@pytest.mark.parametrize("behind", ["append", "set_pages", "put"])
+@pytest.mark.parametrize("calls", [1, 2, 3])
+def test_an_interrupt_while_pages_are_claimed_loses_none(
+    behind: str, calls: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The pool has given them, and the device does not know of them yet."""
+    launch_ahead(monkeypatch)
+    asked = prompts(6, seed=8)
+    params = SamplingParams(max_tokens=30, temperature=0)
+    with engine_on("llama") as engine:
+        for number, prompt in enumerate(asked[:3]):
+            engine.add_request(prompt, params, request_id=str(number))
+        for _ in range(3):
+            engine.step()
+        core, left = engine._core, list(range(calls))
+        for number in range(3, 6):
+            engine.add_request(asked[number], params, request_id=str(number))
+        owner = {"append": core.pool, "set_pages": core.runner, "put": core.rows}[behind]
+        method = getattr(owner, behind)
+
+        def interrupted(*arguments: Any, **options: Any) -> Any:
+            found = method(*arguments, **options)
+            if left and left.pop() == 0:
+                raise KeyboardInterrupt
+            return found
+
+        monkeypatch.setattr(owner, behind, interrupted)
+        outputs: dict[str, RequestOutput] = {}
+        with pytest.raises(KeyboardInterrupt):
+            while True:
+                outputs |= {output.request_id: output for output in engine.step()}
+        outputs |= run_all(engine)
+        for number, prompt in enumerate(asked):
+            check("llama", prompt, 30, outputs[str(number)].token_ids)
+
+
 class Interrupting(Tokenizer):
     """Ctrl-C comes in call `at` of `decode`."""
 

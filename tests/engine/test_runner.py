@@ -8,13 +8,13 @@ from typing import Any
 
 import pytest
 import torch
-from tests.engine.served import check, engine_on, launch_ahead, prompts
+from tests.engine.served import check, engine_on, launch_ahead, prompts, run_all
 from tests.ops.cache_cases import interpreted
 
 from pageforge import ops
 from pageforge.engine import SamplingParams
 from pageforge.engine import runner as runner_module
-from pageforge.engine.runner import Runner
+from pageforge.engine.runner import Runner, StepShape
 
 
 class StandIn:
@@ -54,6 +54,52 @@ def test_what_runs_before_a_capture_does_no_harm(
             for prompt, count, output in zip(asked, counts, outputs, strict=True):
                 check("llama", prompt, count, output.token_ids)
         assert engine.stats().num_replays > 100
+
+
+def test_a_run_that_fails_before_a_capture_does_no_harm(
+    captures: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It has counted already, and the step itself is made without a graph."""
+    launch_ahead(monkeypatch)
+    finish, left = Runner._finish, [1]
+
+    def failing(runner: Runner, shape: StepShape, *arguments: Any) -> Any:
+        output = finish(runner, shape, *arguments)
+        if shape.decodes and shape.is_greedy and left[0]:
+            left[0] -= 1
+            raise torch.OutOfMemoryError("by the test")
+        return output
+
+    asked = prompts(5, seed=3)
+    params = [SamplingParams(max_tokens=9 + 4 * number, temperature=0) for number in range(5)]
+    with engine_on("llama") as engine:
+        monkeypatch.setattr(Runner, "_finish", failing)
+        outputs = engine.generate(asked, params)
+        assert left == [0] and engine.stats().eager_steps
+        for prompt, of_one, output in zip(asked, params, outputs, strict=True):
+            check("llama", prompt, of_one.max_tokens, output.token_ids)
+
+
+def test_steps_do_not_go_on_from_a_row_that_has_moved(monkeypatch: pytest.MonkeyPatch) -> None:
+    launch_ahead(monkeypatch)
+    asked = prompts(3, seed=3)
+    with engine_on("llama") as engine:
+        for number, prompt in enumerate(asked):
+            engine.add_request(
+                prompt, SamplingParams(max_tokens=12, temperature=0), request_id=str(number)
+            )
+        runner, loaded = engine._core.runner, []
+        load = runner._load
+        monkeypatch.setattr(runner, "_load", lambda *args: loaded.append(1) or load(*args))
+        while not loaded or len(loaded) == engine.stats().num_steps:
+            engine.step()
+        before = len(loaded)
+        runner.move_row(0, 5)  # and with it what else lay there
+        engine.step()
+        assert len(loaded) == before + 1
+        outputs = run_all(engine)
+        for number, prompt in enumerate(asked):
+            check("llama", prompt, 12, outputs[str(number)].token_ids)
 
 
 @pytest.mark.parametrize(

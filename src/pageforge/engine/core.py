@@ -24,7 +24,7 @@ from pageforge.engine.logprobs import Logprobs, token_logprobs
 from pageforge.engine.outputs import FinishReason
 from pageforge.engine.runner import NO_TOKEN, Runner, Step
 from pageforge.engine.sampler import Sampler
-from pageforge.engine.scheduler import Admission, Limits, plan
+from pageforge.engine.scheduler import Admission, Limits, pages_lacking, plan
 from pageforge.engine.sequence import Rows, Sequence
 from pageforge.engine.swap_space import SwapSpace
 from pageforge.errors import OutOfPages, PageForgeError
@@ -211,9 +211,8 @@ class Core:
             self._compact()
         try:
             launched = self._launch(self._next_plan())
-        except BaseException:  # an interrupt: pages that can be found may never be computed
+        except BaseException:  # an interrupt, mostly
             self._is_torn = True
-            self.pool.drop_prefix_cache()
             raise
         # On the CPU it is done already.
         self._land(in_flight=int(launched is not None and launched.done is not None))
@@ -222,11 +221,15 @@ class Core:
         """Go on after a step that was interrupted, and may have been launched all the same.
 
         Then the device has the tokens of a step that will be made again, and has counted them: all
-        that rows go on from must come from the host once more.
+        that rows go on from must come from the host once more. It may not know of pages that they
+        have, and pages that can be found may never have been computed.
         """
+        self.pool.drop_prefix_cache()
         self._land()
         for sequence in filter(None, self.rows.sequences):
             self.rows.refresh(sequence)
+            self.rows.room[sequence.row] = sequence.pages.length
+            self._set_pages(sequence, 0)
             self._sampler.clear_row(sequence.row)
             self._describe(sequence)
         self._is_torn = False
@@ -260,8 +263,7 @@ class Core:
 
     def _admit_all(self, admitted: list[Admission], counts: npt.NDArray[np.int32]) -> None:
         """Admit sequences; set their `counts`. Raises OutOfPages where nobody else runs."""
-        size = self.pool.geometry.page_size
-        self.pool.map_ahead(sum(pages_for(each.sequence.goal, size) for each in admitted))
+        self.pool.map_ahead(sum(map(self._lacking, admitted)))
         # Swapped ones last: they claim pages, for which known ones may go that others begin with.
         for admission in sorted(admitted, key=lambda each: each.sequence.swapped is not None):
             try:
@@ -273,6 +275,14 @@ class Core:
                 return
             except Exception as error:  # no memory for the sampler, say: the others go on
                 self.finish(admission.sequence, "error", error)
+
+    def _lacking(self, admission: Admission) -> int:
+        """Pages that it has yet to get for all tokens that it knows."""
+        sequence, prefix, size = admission.sequence, admission.prefix, self.pool.geometry.page_size
+        held = 0 if sequence.table is None else sequence.num_computed
+        if prefix is not None:
+            held = prefix.num_tokens
+        return pages_for(sequence.goal, size) - held // size
 
     def _admit(self, admission: Admission) -> int:
         """Begin to run; how many tokens it computes in this step."""
@@ -334,9 +344,11 @@ class Core:
         lengths = rows.computed + counts
         if not (lengths > rows.room).any():
             return
-        is_many = rows.num_running >= MANY
-        if is_many and self.pool.num_available > 2 * rows.num_running:  # a page for all, and some
-            lengths = np.minimum(lengths + GROWN_AHEAD, np.maximum(lengths, rows.most_computed))
+        if rows.num_running >= MANY:
+            more = np.minimum(lengths + GROWN_AHEAD, np.maximum(lengths, rows.most_computed))
+            lacking = int(pages_lacking(rows, more, size).sum())
+            if lacking + rows.num_running <= self.pool.num_available:  # a page each is left
+                lengths = more
         short = np.flatnonzero(lengths > rows.room)
         if self._has_windows:
             tables = [rows.at(row).pages for row in short.tolist()]

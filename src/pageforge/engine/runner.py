@@ -235,6 +235,7 @@ class Runner:
 
     def move_row(self, source: int, target: int) -> None:
         """Row `target` takes over what row `source` has."""
+        self._again = None
         self._send_pages()
         self.last_tokens[target] = self.last_tokens[source]
         for host, table in zip(self.host_tables, self._page_tables, strict=True):
@@ -610,6 +611,7 @@ class Runner:
             logger.debug("engine: capture failed", exc_info=True)
             return f"a step cannot be captured: {error}"
         finally:
+            undo()  # what a run has counted that failed before its end
             inputs.max_query_len = before
         if (change := state.change()) is not None:
             return f"{change} in each forward"

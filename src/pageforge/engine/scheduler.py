@@ -84,7 +84,7 @@ def plan(rows: Rows, waiting: list[Sequence], limits: Limits, pages: Pages) -> P
     # Most steps: all decode, in pages that they have.
     if not short.any() and not waiting:
         return Plan(counts)
-    needed = _pages_lacking(rows, rows.computed + counts, limits.page_size)
+    needed = pages_lacking(rows, rows.computed + counts, limits.page_size)
     room = pages.available() - int(needed.sum())
     if room < 0:
         return _make_room(rows, waiting, needed, -room, pages)
@@ -106,7 +106,7 @@ def _share(rows: Rows, wanted: npt.NDArray[np.int32], max_tokens: int) -> npt.ND
     return counts
 
 
-def _pages_lacking(
+def pages_lacking(
     rows: Rows, lengths: npt.NDArray[np.int32], page_size: int
 ) -> npt.NDArray[np.int32]:
     """Fresh pages that each row needs to hold `lengths` tokens.
@@ -165,8 +165,8 @@ def _admit(
     size = limits.page_size
     running = rows.rank != EMPTY
     known = rows.computed + np.where(running, rows.wanted, 0)
-    promised = int(_pages_lacking(rows, known, size).sum())
-    promised -= int(_pages_lacking(rows, rows.computed + counts, size).sum())
+    promised = int(pages_lacking(rows, known, size).sum())
+    promised -= int(pages_lacking(rows, rows.computed + counts, size).sum())
     room -= promised
     num_running = rows.num_running
     free_rows = iter([row for row, taken in enumerate(rows.sequences) if taken is None])

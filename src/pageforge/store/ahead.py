@@ -7,10 +7,11 @@ make them while the step runs.
 
 from __future__ import annotations
 
-import contextlib
+import threading
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 
-from pageforge.store.base import DeviceMemoryError, Store
+from pageforge.store.base import Store
 
 Chunk = tuple[int, int]
 """Layer group, and number of a chunk in it."""
@@ -24,24 +25,36 @@ class MappedAhead:
 
     def __init__(self) -> None:
         self._chunks: dict[Chunk, Future[None]] = {}
-        self._thread = ThreadPoolExecutor(1, "pageforge-map")  # which it starts when first used
+        self._thread_id = 0
+        # It starts its thread when it is first used.
+        self._thread = ThreadPoolExecutor(1, "pageforge-map", self._begin_thread)
+
+    def _begin_thread(self) -> None:
+        self._thread_id = threading.get_ident()
+
+    @property
+    def is_this_thread(self) -> bool:
+        """Whether the thread that maps is the caller's: garbage collection brought it here.
+
+        It must wait for nothing, for others may wait for what it was doing.
+        """
+        return threading.get_ident() == self._thread_id
 
     def begin(self, chunk: Chunk, store: Store, span: tuple[int, int]) -> None:
         """Have memory put behind the bytes `span` of `store`, unless that was asked for already."""
-        if chunk not in self._chunks:
+        if chunk in self._chunks:
+            return
+        try:
             self._chunks[chunk] = self._thread.submit(store.map, *span)
+        except RuntimeError:  # no thread is to be had, or Python ends: who needs it will map it
+            self._thread.shutdown(wait=False)  # what was put in its queue is never begun
 
     def take(self, chunk: Chunk) -> bool:
-        """Whether `chunk` is mapped; it is in use from now on. Raises DeviceMemoryError."""
+        """Whether `chunk` is mapped, and in use from now on; what failed is the caller's to try."""
         if chunk not in self._chunks:
             return False
-        try:
-            self._chunks[chunk].result()  # an interrupt meanwhile loses nothing
-        except DeviceMemoryError:
-            del self._chunks[chunk]
-            raise
-        del self._chunks[chunk]
-        return True
+        wait([self._chunks[chunk]])  # an interrupt meanwhile loses nothing
+        return self._chunks.pop(chunk).exception() is None
 
     def wait(self) -> None:
         """Until nothing is being mapped."""
@@ -49,14 +62,17 @@ class MappedAhead:
 
     def drop(self) -> list[Chunk]:
         """The chunks that are mapped and were not taken, for the caller to unmap."""
-        mapped = []
-        for chunk, mapping in self._chunks.items():
-            with contextlib.suppress(DeviceMemoryError):
-                mapping.result()
-                mapped.append(chunk)
+        self.wait()
+        mapped = [chunk for chunk, mapping in self._chunks.items() if mapping.exception() is None]
         self._chunks.clear()
         return mapped
 
-    def close(self) -> None:
-        """End the thread."""
-        self._thread.shutdown()
+    def close(self, then: Callable[[], None]) -> None:
+        """End the thread when it has done what it does, and call `then`."""
+        if self.is_this_thread:
+            self._thread.submit(then)
+            self._thread.shutdown(wait=False)
+        else:
+            self._thread.shutdown()
+            self._thread_id = 0  # another thread may get it now
+            then()

@@ -26,6 +26,9 @@ class Store(Protocol):
     elastic: bool
     """Whether `unmap` gives memory back before `close`."""
 
+    maps: bool
+    """Whether `map` has something to do: it does not where memory comes with the first write."""
+
     def tensor(self, dtype: torch.dtype) -> torch.Tensor:
         """All of it, 1-D. Only mapped parts may be touched."""
 

@@ -32,6 +32,7 @@ class MmapStore:
 
     name = "mmap (MAP_NORESERVE)"
     elastic = True
+    maps = False
 
     def __init__(self, num_bytes: int):
         """Reserves addresses only. Raises DeviceMemoryError where the system refuses even those."""

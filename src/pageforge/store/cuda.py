@@ -50,6 +50,7 @@ class VirtualMemoryStore:
 
     name = "CUDA virtual memory"
     elastic = True
+    maps = True
 
     def __init__(self, num_bytes: int, device: torch.device):
         """Reserves addresses only. Raises DeviceMemoryError where the driver refuses even those."""

@@ -13,6 +13,7 @@ class PlainStore:
 
     name = "one ordinary allocation (not elastic)"
     elastic = False
+    maps = False
 
     def __init__(self, num_bytes: int, device: torch.device):
         """Raises DeviceMemoryError."""
