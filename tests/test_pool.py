@@ -215,7 +215,8 @@ def test_a_real_limit_on_addresses() -> None:
             PagePool(one_group(), max_memory="2GiB")
     finally:
         resource.setrlimit(resource.RLIMIT_AS, (soft, hard))
-    assert 64 << 20 < pool.stats().bytes_total < 1 << 30
+    # What others gave up since `used` was read, a thread's stack say, is there as well.
+    assert 64 << 20 < pool.stats().bytes_total < (1 << 30) + (64 << 20)
     grow(pool, 100)
 
 

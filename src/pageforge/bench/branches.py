@@ -149,9 +149,9 @@ class Served:
         launch = runner.launch
 
         def noted(
-            rows: Rows, counts: npt.NDArray[np.int32], asking: npt.NDArray[np.bool_] | None
+            rows: Rows, counts: npt.NDArray[np.int32], *args: Any, **options: Any
         ) -> EngineStep:
-            step = launch(rows, counts, asking)
+            step = launch(rows, counts, *args, **options)
             tables = [each.pages for each in rows.sequences if each is not None]
             tokens = int(rows.computed.sum() + counts.sum())
             steps.append(look_at(pool, tables, tokens, self._copies))
