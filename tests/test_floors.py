@@ -20,6 +20,7 @@ PACKAGE = Path(__file__).parents[1] / "src" / "pageforge"
 FLOORS = {
     "_version.py": 0,
     "errors.py": 0,
+    "interrupts.py": 0,
     "geometry.py": 1,
     "memory/": 2,
     "ops/": 2,

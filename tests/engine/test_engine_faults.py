@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -176,6 +177,63 @@ def test_an_interrupt_while_pages_are_claimed_loses_none(
         outputs |= run_all(engine)
         for number, prompt in enumerate(asked):
             check("llama", prompt, 30, outputs[str(number)].token_ids)
+
+
+PLACES = {
+    "core": ("_note", "_admit", "_leave_row", "_compact", "_fork", "_release", "_catch_up"),
+    "rows": ("put", "take", "move"),
+    "pool": ("append", "release", "publish_prefix", "fork"),
+    "runner": ("set_pages", "move_row", "launch"),
+}
+"""What must not be left half-done: none of it is prepared for an interrupt."""
+
+
+@pytest.mark.parametrize(
+    ("part", "name"), [(part, name) for part in PLACES for name in PLACES[part]]
+)
+def test_ctrl_c_waits_for_the_end_of_a_step(
+    part: str, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    launch_ahead(monkeypatch)
+    asked = prompts(12, seed=8)
+    params = [
+        SamplingParams(max_tokens=25 + number, temperature=0, n=1 + number % 2)
+        for number in range(len(asked))
+    ]
+    with engine_on("llama", max_pages=22, max_running=6) as engine:
+        for number, (prompt, of_one) in enumerate(zip(asked, params, strict=True)):
+            engine.add_request(prompt, of_one, request_id=str(number))
+        core, called, is_pressed = engine._core, 0, False
+        owner = {"core": core, "rows": core.rows, "pool": core.pool, "runner": core.runner}[part]
+        method = getattr(owner, name)
+
+        def interrupted(*arguments: Any, **options: Any) -> Any:
+            nonlocal called, is_pressed
+            called += 1
+            if called % 7 == 1 and not is_pressed:
+                is_pressed = True
+                signal.raise_signal(signal.SIGINT)
+            found = method(*arguments, **options)
+            if called % 7 == 3 and not is_pressed:
+                is_pressed = True
+                signal.raise_signal(signal.SIGINT)
+            return found
+
+        monkeypatch.setattr(owner, name, interrupted)
+        outputs: dict[str, RequestOutput] = {}
+        num_interrupts = 0
+        while engine.has_unfinished:
+            try:
+                outputs |= {output.request_id: output for output in engine.step()}
+            except KeyboardInterrupt:
+                num_interrupts, is_pressed = num_interrupts + 1, False
+                assert not core._is_torn
+        outputs |= {output.request_id: output for output in engine.step()}
+        assert num_interrupts
+        assert engine.stats().num_preemptions
+        for number, (prompt, of_one) in enumerate(zip(asked, params, strict=True)):
+            for completion in outputs[str(number)].outputs:
+                check("llama", prompt, of_one.max_tokens, completion.token_ids)
 
 
 class Interrupting(Tokenizer):

@@ -31,6 +31,7 @@ from pageforge.engine.scheduler import Limits, least_pages
 from pageforge.engine.sequence import Sequence
 from pageforge.errors import OutOfPages, PageForgeError, RequestError, expected
 from pageforge.hf.switch import pageforge_attention_on
+from pageforge.interrupts import held_back
 from pageforge.pool import PagePool, PoolStats
 from pageforge.store import free_bytes, parse_memory
 
@@ -86,8 +87,9 @@ class Engine:
 
     While it is open the model attends by pageforge attention, in evaluation mode; `close` leaves it
     as it was and gives all memory back. Calls are safe from several threads; each waits for its
-    turn. The model must not be used or changed meanwhile, but between calls it may; after a change
-    of its weights call `weights_changed`.
+    turn. Ctrl-C ends a call when the step in progress is over; pressed once more, at once. The
+    model must not be used or changed meanwhile, but between calls it may; after a change of its
+    weights call `weights_changed`.
     """
 
     def __init__(
@@ -287,8 +289,11 @@ class Engine:
         """Run one step for all, and return the requests of `add_request` that have ended."""
         with self._turn(awake=True):
             self._step()
-            finished, self._live.finished = self._live.finished, []
-            return finished
+        finished: list[RequestOutput] = []
+        with contextlib.suppress(IndexError):  # until there is none; another thread may take some
+            while True:
+                finished.append(self._live.finished.popleft())
+        return finished
 
     def abort(self, request_id: str) -> bool:
         """End a request; its pages are free at once. Whether there was one of this id."""
@@ -564,13 +569,16 @@ class Engine:
         """
         self._abandoned.extend(requests)
         # Who has the lock looks again after giving it back, so that nobody is forgotten.
-        while self._abandoned and self._lock.acquire(blocking=False):
-            try:
-                self._owner = threading.get_ident()
-                self._abort_abandoned()
-            finally:
-                self._owner = 0
-                self._lock.release()
+        while self._abandoned and not self._pool.is_inside:
+            with held_back():
+                if not self._lock.acquire(blocking=False):
+                    return
+                try:
+                    self._owner = threading.get_ident()
+                    self._abort_abandoned()
+                finally:
+                    self._owner = 0
+                    self._lock.release()
 
     def _abort_abandoned(self) -> None:
         while self._abandoned:
@@ -579,7 +587,10 @@ class Engine:
 
     @contextlib.contextmanager
     def _turn(self, *, awake: bool = False, even_closed: bool = False) -> Iterator[None]:
-        """A call's turn: others wait for its end. Raises PageForgeError where it can have none."""
+        """A call's turn: others wait for its end, and so does Ctrl-C.
+
+        Raises PageForgeError where it can have none.
+        """
         me = threading.get_ident()
         if self._owner == me:
             raise PageForgeError(
@@ -587,7 +598,7 @@ class Engine:
                 "the tokenizer in the middle of another; make it when that is over"
             )
         try:
-            with self._lock:
+            with self._lock, held_back():
                 self._owner = me
                 try:
                     self._abort_abandoned()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from typing import Any
 
 import numpy as np
@@ -18,7 +19,7 @@ class LiveRequests:
 
     def __init__(self) -> None:
         self.by_id: dict[str, Request] = {}
-        self.finished: list[RequestOutput] = []
+        self.finished: deque[RequestOutput] = deque()
         """Of requests that nobody waits for: `Engine.step` returns them."""
         self.num_finished = 0
         self.num_cached = 0
