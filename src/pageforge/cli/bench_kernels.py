@@ -15,8 +15,8 @@ from pageforge.cli.bench_options import (
     Out,
     Quick,
     Seconds,
-    known,
     measuring,
+    several,
 )
 
 EXAMPLES = (
@@ -28,12 +28,7 @@ EXAMPLES = (
 def kernels(
     only: Annotated[
         list[str] | None,
-        options.option(
-            "--only",
-            help=f"A section: {', '.join(question.SECTIONS)}; may be given several times.",
-            panel=WHAT,
-            metavar="NAME",
-        ),
+        several("--only", what="A section:", allowed=question.SECTIONS),
     ] = None,
     peer_wheels: Annotated[
         Path | None,
@@ -56,7 +51,6 @@ def kernels(
     By graph replay over K/V that no cache holds, in shuffled pages; every output is checked against
     the reference in float64. Needs a CUDA device; about 4 minutes on an H200.
     """
-    known("--only", only or [], question.SECTIONS)
     with (
         wheels(peer_wheels) as unpacked,
         measuring(

@@ -20,8 +20,8 @@ from pageforge.cli.bench_options import (
     Out,
     Quick,
     Seconds,
-    known,
     measuring,
+    several,
 )
 
 EXAMPLES = (
@@ -35,21 +35,11 @@ def latency(
     device: Device = None,
     only: Annotated[
         list[str] | None,
-        options.option(
-            "--only",
-            help=f"A part: {', '.join(question.SECTIONS)}; may be given several times.",
-            panel=WHAT,
-            metavar="NAME",
-        ),
+        several("--only", what="A part:", allowed=question.SECTIONS),
     ] = None,
     way: Annotated[
         list[str] | None,
-        options.option(
-            "--way",
-            help=f"Only these of: {', '.join(WAYS)}; may be given several times.",
-            panel=WHAT,
-            metavar="NAME",
-        ),
+        several("--way", what="Only these of:", allowed=WAYS),
     ] = None,
     batch: Annotated[
         list[int] | None,
@@ -87,8 +77,6 @@ def latency(
     the model call alone, on the host's clock: mean, P50, P95 and P99. On the CPU the eager ways of
     SmolLM2's shape, with fewer steps.
     """
-    known("--only", only or [], question.SECTIONS)
-    known("--way", way or [], WAYS)
     with measuring(
         "latency",
         device=device,

@@ -69,6 +69,17 @@ Seconds = Annotated[
 ]
 
 
+def several(*flags: str, what: str, allowed: Collection[str], metavar: str = "NAME") -> Any:
+    """An option that may be given several times, each time with one of the `allowed` names."""
+
+    def check(names: list[str] | None) -> list[str] | None:
+        known(flags[0], names or [], allowed)
+        return names
+
+    text = f"{what} {', '.join(allowed)}; may be given several times."
+    return options.option(*flags, help=text, panel=WHAT, metavar=metavar, callback=check)
+
+
 @contextlib.contextmanager
 def measuring(
     name: str,

@@ -17,8 +17,8 @@ from pageforge.cli.bench_options import (
     Out,
     Quick,
     Seconds,
-    known,
     measuring,
+    several,
 )
 
 EXAMPLES = (
@@ -34,23 +34,12 @@ DTYPES = {dtype_name(dtype): dtype for dtype in question.DTYPES["cuda"]}
 def parity(
     model: Annotated[
         list[str] | None,
-        options.option(
-            "--model",
-            "-m",
-            help=f"One of {', '.join(MODELS)}; may be given several times.",
-            panel=WHAT,
-            metavar="NAME",
-        ),
+        several("--model", "-m", what="One of", allowed=MODELS),
     ] = None,
     device: Device = None,
     dtype: Annotated[
         list[str] | None,
-        options.option(
-            "--dtype",
-            help=f"Only these of: {', '.join(DTYPES)}; may be given several times.",
-            panel=WHAT,
-            metavar="NAME",
-        ),
+        several("--dtype", what="Only these of:", allowed=DTYPES),
     ] = None,
     steps: Annotated[
         int | None,
@@ -66,8 +55,6 @@ def parity(
     Over tiny models of several families, and larger shapes: smollm2 with its trained weights, where
     they can be had. All ways are fed the tokens that DynamicCache's logits choose.
     """
-    known("--model", model or [], MODELS)
-    known("--dtype", dtype or [], DTYPES)
     with measuring(
         "parity", device=device, quick=quick, seconds=seconds, out=out, commit=commit
     ) as run:

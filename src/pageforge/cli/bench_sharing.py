@@ -15,8 +15,8 @@ from pageforge.cli.bench_options import (
     Out,
     Quick,
     Seconds,
-    known,
     measuring,
+    several,
 )
 
 EXAMPLES = (
@@ -30,12 +30,7 @@ def sharing(
     device: Device = None,
     only: Annotated[
         list[str] | None,
-        options.option(
-            "--only",
-            help=f"A case: {', '.join(question.CASES)}; may be given several times.",
-            panel=WHAT,
-            metavar="NAME",
-        ),
+        several("--only", what="A case:", allowed=question.CASES),
     ] = None,
     branches: Annotated[
         int | None,
@@ -51,7 +46,6 @@ def sharing(
     Bytes and pages after every forward, beside DynamicCache doing the same. SmolLM2 with its
     trained weights, where they can be had: where beams part depends on what a model says.
     """
-    known("--only", only or [], question.CASES)
     with measuring(
         "sharing",
         device=device,

@@ -16,8 +16,8 @@ from pageforge.cli.bench_options import (
     Out,
     Quick,
     Seconds,
-    known,
     measuring,
+    several,
 )
 from pageforge.geometry import PAGE_SIZES
 
@@ -32,19 +32,14 @@ def sweep(
     device: Device = None,
     only: Annotated[
         list[str] | None,
-        options.option(
-            "--only",
-            help=f"A part: {', '.join(question.PARTS)}; may be given several times.",
-            panel=WHAT,
-            metavar="NAME",
-        ),
+        several("--only", what="A part:", allowed=question.PARTS),
     ] = None,
     page_size: Annotated[
         list[str] | None,
-        options.option(
+        several(
             "--page-size",
-            help=f"Only these of: {', '.join(map(str, PAGE_SIZES))}; may be given several times.",
-            panel=WHAT,
+            what="Only these of:",
+            allowed=list(map(str, PAGE_SIZES)),
             metavar="TOKENS",
         ),
     ] = None,
@@ -73,8 +68,6 @@ def sweep(
     A decode step, on CUDA also its attention kernel, and a workload of ShareGPT's lengths through
     the engine, in a pool that is ample, half and a tenth of what is needed.
     """
-    known("--only", only or [], question.PARTS)
-    known("--page-size", page_size or [], list(map(str, PAGE_SIZES)))
     with measuring(
         "sweep",
         device=device,

@@ -22,6 +22,7 @@ from pageforge.cli.bench_options import (
     Seconds,
     known,
     measuring,
+    several,
 )
 
 EXAMPLES = (
@@ -38,12 +39,7 @@ def throughput(
     device: Device = None,
     only: Annotated[
         list[str] | None,
-        options.option(
-            "--only",
-            help=f"A part: {', '.join(question.SECTIONS)}; may be given several times.",
-            panel=WHAT,
-            metavar="NAME",
-        ),
+        several("--only", what="A part:", allowed=question.SECTIONS),
     ] = None,
     way: Annotated[
         list[str] | None,
@@ -99,7 +95,6 @@ def throughput(
     requests wait that arrive one after the other. On the CPU by default a tiny model; there, and
     with --quick, counts and lengths are divided.
     """
-    known("--only", only or [], question.SECTIONS)
     known("--way", way or [], WAYS)
     known("--dtype", [dtype] if dtype else [], DTYPES)
     with measuring(

@@ -16,8 +16,8 @@ from pageforge.cli.bench_options import (
     Out,
     Quick,
     Seconds,
-    known,
     measuring,
+    several,
 )
 
 EXAMPLES = (
@@ -31,12 +31,7 @@ def vram(
     device: Device = None,
     way: Annotated[
         list[str] | None,
-        options.option(
-            "--way",
-            help=f"Only these of: {', '.join(WAYS)}; may be given several times.",
-            panel=WHAT,
-            metavar="NAME",
-        ),
+        several("--way", what="Only these of:", allowed=WAYS),
     ] = None,
     sequences: Annotated[
         int | None,
@@ -75,7 +70,6 @@ def vram(
     sequences have ended. K/V of the model's shape go through each cache's own update, without the
     model. Takes seconds on a GPU, some minutes on the CPU.
     """
-    known("--way", way or [], WAYS)
     with measuring(
         "vram",
         device=device,
