@@ -155,7 +155,10 @@ def test_captures_share_pool_and_stream(
     fails_at: int | None, workspaces: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     current, memory = Stream(), GraphMemory("pool", Stream())
-    runs, used = [], []
+    runs, used, undone = [], [], []
+
+    def undo() -> None:
+        undone.append(len(runs))
 
     def graph(graph: object, *, pool: object, stream: object, **settings: object) -> object:
         used.append((pool, stream))
@@ -173,12 +176,13 @@ def test_captures_share_pool_and_stream(
     monkeypatch.setattr(torch.cuda, "stream", lambda stream: contextlib.nullcontext())
     monkeypatch.setattr(torch, "zeros", lambda *args, **settings: None)
     if fails_at is None:
-        assert CapturedStep(run, memory).outputs == "outputs"
+        assert CapturedStep(run, memory, undo).outputs == "outputs"
         assert used == [("pool", memory.stream)]
     else:
         with pytest.raises(torch.cuda.OutOfMemoryError):
-            CapturedStep(run, memory)
+            CapturedStep(run, memory, undo)
         assert all(stream is memory.stream for _, stream in used)
+    assert undone == [*range(1, 1 + min(graphs.WARM_UPS, len(runs)))], "after each warm-up"
     assert memory.stream.waited_for == [current]
     assert current.waited_for == [memory.stream]  # tensors of a failed capture are freed now
 

@@ -162,9 +162,9 @@ class CapturedStep:
     ):
         """Capture `run`, which reads tensors that stay where they are.
 
-        `undo` sets back what a run counts up, after each run that comes before the capture: it has
-        to find what the first one found. Raises what `run` raises, and RuntimeError where it does
-        what a graph cannot repeat.
+        `undo` sets back what a run counts up, after each run that comes before the capture, also
+        one that fails: whatever runs next has to find what the first one found. Raises what `run`
+        raises, and RuntimeError where it does what a graph cannot repeat.
         """
         stream = memory.stream
         stream.wait_stream(torch.cuda.current_stream())
@@ -172,9 +172,11 @@ class CapturedStep:
         try:
             with torch.cuda.stream(stream):
                 for _ in range(WARM_UPS):
-                    run()
-                    if undo is not None:
-                        undo()
+                    try:
+                        run()
+                    finally:
+                        if undo is not None:
+                            undo()
             self.outputs = self._capture(run, memory)
         finally:  # also if it failed: what was launched uses tensors that are freed then
             torch.cuda.current_stream().wait_stream(stream)

@@ -22,8 +22,10 @@ class StandIn:
 
     def __init__(self, run: Callable[[], Any], memory: object, undo: Callable[[], None]):
         for _ in range(2):
-            run()
-            undo()
+            try:
+                run()
+            finally:
+                undo()
         self._run = run
 
     def replay(self) -> None:

@@ -611,7 +611,6 @@ class Runner:
             logger.debug("engine: capture failed", exc_info=True)
             return f"a step cannot be captured: {error}"
         finally:
-            undo()  # what a run has counted that failed before its end
             inputs.max_query_len = before
         if (change := state.change()) is not None:
             return f"{change} in each forward"
