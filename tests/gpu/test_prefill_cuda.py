@@ -195,6 +195,25 @@ def test_left_padding(kind: dict[str, Any], window: int | None) -> None:
 
 
 @both_kernels
+@pytest.mark.parametrize("kind", [KINDS[2], KINDS[4]], ids=name_of)
+def test_both_ends_in_one_page(kind: dict[str, Any]) -> None:
+    """Lines on both sides are nobody's; each consumer clears both, whatever the other is doing."""
+    rng = random.Random(0)
+    rows, starts = [], []
+    for _ in range(400):
+        start = rng.randrange(1, kind["page_size"] - 2)
+        length = rng.randrange(start + 1, kind["page_size"])
+        rows.append((min(40, length), length))
+        starts.append(start)
+    batch = make(rows, kind, starts=starts)
+    first, _ = batch.run()
+    batch.check(batch.run())
+    for _ in range(20):
+        again, _ = batch.run()
+        assert torch.equal(again, first)
+
+
+@both_kernels
 @pytest.mark.parametrize("window", [None, 300])
 def test_tiles_without_a_mask_are_those_that_all_queries_see(window: int | None) -> None:
     """However the queries and the window lie to the tiles."""

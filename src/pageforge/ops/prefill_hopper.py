@@ -381,7 +381,7 @@ def _consume(
     mbarrier.arrive(k_empty.index(0), count=1)
     if (last % PAGE != PAGE - 1) & (last >= low) & (last >= (end - 1) * TILE):
         mbarrier.wait(v_full.index(0), 0)
-        _clear(v_tiles, 0, last, 0, last % PAGE, PAGE, DIM, STAGES)
+        _clear(v_tiles, 0, last, low, last, PAGE, DIM, STAGES)
 
     turn = 0
     state = (raw, top, total, acc)
@@ -401,7 +401,7 @@ def _consume(
     stage = turn % STAGES
     mbarrier.wait(v_full.index(stage), turn // STAGES & 1)
     if BOUNDED and ((low % PAGE != 0) & (last >= low)):
-        _clear(v_tiles, stage, low, low % PAGE, PAGE, PAGE, DIM, STAGES)
+        _clear(v_tiles, stage, low, low, last, PAGE, DIM, STAGES)
     acc = acc * gl.convert_layout(fade, gl.SliceLayout(1, value))[:, None]
     acc = warpgroup_mma(_operand(weight, q.dtype, value), v_tiles.index(stage), acc, is_async=True)
     acc = warpgroup_mma_wait(0, deps=(acc,))
@@ -500,20 +500,22 @@ def _clear(
     tiles,
     stage,
     token,
-    from_line,
-    to_line,
+    low,
+    last,
     PAGE: gl.constexpr,
     DIM: gl.constexpr,
     STAGES: gl.constexpr,
 ):
-    """Sets all but lines `from_line` to `to_line` of the page of `token` to zero.
+    """Sets the lines of the page of `token` that are not of tokens `low` to `last` to zero.
 
-    Both consumers do so: what they write is the same, so neither need wait for the other.
+    Both consumers do so: what they write is the same, so neither need wait for the other. (That is
+    why both ends count in every call: where they lie in one page, a consumer that mended only one
+    would write back what the other has set to zero.)
     """
     PAGES: gl.constexpr = TILE // PAGE
     layout: gl.constexpr = _wide(SPAN)
-    line = gl.arange(0, PAGE, gl.SliceLayout(1, layout))[:, None]
-    live = (line >= from_line) & (line <= to_line)
+    line = (token // PAGE * PAGE + gl.arange(0, PAGE, gl.SliceLayout(1, layout)))[:, None]
+    live = (line >= low) & (line <= last)
     boxes = _boxes(tiles, PAGE, DIM, STAGES)
     for part in gl.static_range(DIM // SPAN):
         box = boxes.index((stage * (DIM // SPAN) + part) * PAGES + token % TILE // PAGE)
