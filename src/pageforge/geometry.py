@@ -125,6 +125,11 @@ class KVGeometry:
         shape = LayerShape(num_kv_heads, head_dim, head_dim, dtype, device=device)
         return cls.of_layers(dict.fromkeys(range(num_layers), shape), page_size)
 
+    @property
+    def num_layers(self) -> int:
+        """Layers of all groups."""
+        return sum(len(group.layers) for group in self.groups)
+
     def with_dtype(self, dtype: str) -> KVGeometry:
         """The same layers stored in another dtype."""
         shapes = {

@@ -7,6 +7,7 @@ what the last one gave.
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 import time
 from collections import Counter
@@ -27,8 +28,9 @@ from pageforge.engine.sequence import Rows, Sequence
 from pageforge.errors import UnsupportedModel
 from pageforge.geometry import pages_for
 from pageforge.graphs import CapturedStep, GraphMemory, bucket
-from pageforge.hf.decode_step import AGREEMENT, RECOMPILES
+from pageforge.hf.decode_step import RECOMPILES, agreement
 from pageforge.hf.fast_decode import MAX_TOKENS
+from pageforge.hf.fused import fused
 from pageforge.hf.step_cache import STEP_ARGUMENT
 from pageforge.model_state import ModelState, hooks_on
 from pageforge.pool import PagePool
@@ -199,9 +201,11 @@ class Runner:
                 tokens = torch.tensor([prompt], device=self._device)
                 alone = self._model(input_ids=tokens, use_cache=False).logits[0, -1]
                 error = (together[row].float() - alone.float()).norm()
-                if not error <= AGREEMENT[alone.dtype] * alone.float().norm():
+                allowed = agreement(alone.dtype, len(self._layers)) * alone.float().norm()
+                if not error <= allowed:
                     raise UnsupportedModel(
-                        f"the logits of a sequence alone and beside another differ by {error:.3g}"
+                        f"the logits of a sequence alone and beside another differ by {error:.3g}; "
+                        f"roundings explain {allowed:.3g}"
                     )
         except torch.OutOfMemoryError:
             raise
@@ -599,12 +603,13 @@ class Runner:
 
         began = time.perf_counter()
         try:
-            forward: Callable[[_Loaded], Tensor] = self._forward
-            if self._compile and shape.decodes:
-                forward = self._compiled_forward(loaded)
-            step = CapturedStep(
-                lambda: self._finish(shape, loaded, forward(loaded)), self._memory, undo
-            )
+            compiles = self._compile and shape.decodes
+            forward = self._compiled_forward(loaded) if compiles else self._forward
+            # (torch.compile fuses more, and would have to compile each forward put in place.)
+            with contextlib.nullcontext() if compiles else fused(self._model):
+                step = CapturedStep(
+                    lambda: self._finish(shape, loaded, forward(loaded)), self._memory, undo
+                )
         except torch.cuda.OutOfMemoryError:
             return "there is not enough memory to capture a step"
         except Exception as error:  # whatever a model does that a graph cannot repeat

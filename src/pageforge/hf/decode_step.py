@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import weakref
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass
@@ -20,9 +21,11 @@ from pageforge.hf.padding import left_padding
 from pageforge.hf.step_cache import STEP_ARGUMENT, StepCache
 
 AGREEMENT = {torch.float64: 1e-3, torch.float32: 1e-3, torch.float16: 5e-2, torch.bfloat16: 5e-2}
-"""How far, relative to its norm, a row of the first replay may be from the same step run eagerly.
-Other kernels round otherwise; a step that missed its attention, or had a length baked in, is off by
-all of it."""
+"""What `agreement` allows in any case."""
+
+ROUNDINGS = 5
+"""What it allows else, in units of the dtype's precision for a layer: four times what a compiled
+step of 32 layers in bf16 was off by (Llama 3.1 8B's shape, random weights: 5.3%)."""
 
 HOLES = "the attention mask hides other tokens than left padding"
 UNPLACED = "rows are padded, and no position_ids are passed"
@@ -229,8 +232,17 @@ class DecodeStep:
         return is_right
 
 
-def agree(replayed: ModelOutput, eager: ModelOutput) -> bool:
-    """Whether each row of two outputs is as near as AGREEMENT says."""
+def agreement(dtype: torch.dtype, num_layers: int) -> float:
+    """How far, relative to its norm, a row may be from what the same tokens give by other kernels.
+
+    These round otherwise in every layer, and what they are off by adds up like a random walk. A
+    step that missed its attention, or had a length baked in, is off by all of it.
+    """
+    return max(AGREEMENT[dtype], ROUNDINGS * torch.finfo(dtype).eps * math.sqrt(num_layers))
+
+
+def agree(replayed: ModelOutput, eager: ModelOutput, num_layers: int) -> bool:
+    """Whether each row of two outputs is as near as `agreement` says."""
     for name, one in replayed.items():
         if isinstance(one, Tensor):
             other = eager[name]
@@ -238,7 +250,8 @@ def agree(replayed: ModelOutput, eager: ModelOutput) -> bool:
             masked = other <= torch.finfo(other.dtype).min
             error = (one - other).masked_fill(masked & (one == other), 0).float().flatten(1)
             size = other.masked_fill(masked, 0).float().flatten(1)
-            if not bool((error.norm(dim=1) <= AGREEMENT[one.dtype] * size.norm(dim=1)).all()):
+            allowed = agreement(one.dtype, num_layers) * size.norm(dim=1)
+            if not bool((error.norm(dim=1) <= allowed).all()):
                 return False
     return True
 

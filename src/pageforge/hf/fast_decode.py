@@ -21,6 +21,7 @@ from pageforge.graphs import GraphMemory
 from pageforge.hf.attention import NAME
 from pageforge.hf.cache import PagedKVCache
 from pageforge.hf.decode_step import HOLES, Call, DecodeStep, agree
+from pageforge.hf.fused import fused
 from pageforge.hf.switch import pageforge_attention_on
 from pageforge.model_state import PLAIN, ModelState, hooks_on
 from pageforge.ops.launch import stream_handle
@@ -55,7 +56,8 @@ def fast_decode(
     token a row with a PagedKVCache are replayed; all else runs as ever, under pageforge attention.
     A step is captured when it first comes, for its number of rows rounded up; with `compile` it
     goes through torch.compile before, which takes tens of seconds. The first replay of each capture
-    is compared with the same step run eagerly.
+    is compared with the same step run eagerly. Where no torch.compile does more, RMSNorms and tanh
+    GELUs are captured as one kernel each (`hf/fused.py`).
 
     What cannot be captured runs eagerly: the object that the context gives says how often and why.
     A capture is dropped when the model has changed since (hooks, adapters, settings, weights that
@@ -304,7 +306,7 @@ class FastDecode:
             state.finish_step()
         else:
             replayed_output, output = output, forward()
-            if not agree(replayed_output, output):
+            if not agree(replayed_output, output, call.cache.pool.geometry.num_layers):
                 steps[call.variant] = reason = "a replay gave another result than the eager step"
                 self._note(reason)
                 return output
@@ -326,14 +328,16 @@ class FastDecode:
         try:
             # What the model itself changes in a forward shows as a change at once.
             state = ModelState(self._model)
-            step = DecodeStep(
-                self._forward,
-                self._cache_name,
-                call,
-                self._max_tokens(call.cache),
-                self._memory,
-                compile=self._compile,
-            )
+            # (torch.compile fuses more, and would have to compile each forward put in place.)
+            with contextlib.nullcontext() if self._compile else fused(self._model):
+                step = DecodeStep(
+                    self._forward,
+                    self._cache_name,
+                    call,
+                    self._max_tokens(call.cache),
+                    self._memory,
+                    compile=self._compile,
+                )
         except torch.cuda.OutOfMemoryError:
             raise
         except Exception as error:  # whatever a model does that a graph cannot repeat
