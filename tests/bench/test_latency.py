@@ -223,6 +223,25 @@ def test_the_stub_has_no_attention(model) -> None:
         pass
 
 
+def test_a_compiled_stub_keeps_what_makes_k_and_v(model) -> None:
+    """A compiler drops what nobody reads; a step with attention makes K and V."""
+    products = []
+
+    def count(graph: torch.fx.GraphModule, inputs: list[torch.Tensor]) -> torch.fx.GraphModule:
+        graph.graph.eliminate_dead_code()
+        products.extend(
+            node for node in graph.graph.nodes if node.target is torch.nn.functional.linear
+        )
+        return graph
+
+    stub = caches.without_attention(model)
+    torch.compiler.reset()
+    with torch.no_grad():
+        torch.compile(stub, backend=count)(torch.tensor([[5]]), use_cache=False)
+    linears = [part for part in model.modules() if isinstance(part, torch.nn.Linear)]
+    assert len(products) == len(linears)
+
+
 @pytest.mark.parametrize("name", ["smollm2", "qwen3-0.6b", "llama-8b", "gpt2"])
 def test_shapes_can_be_built(name: str) -> None:
     config = make_model(name, torch.device("meta")).config

@@ -22,6 +22,7 @@ from pageforge.bench.models import twin
 from pageforge.geometry import pages_for
 from pageforge.graphs import CapturedStep, GraphMemory
 from pageforge.hf.cache import PagedKVCache
+from pageforge.hf.fused import fused
 from pageforge.pool import PagePool
 from pageforge.probe import cache_argument
 
@@ -188,9 +189,27 @@ def without_attention(model: PreTrainedModel) -> PreTrainedModel:
 
 
 def _no_attention(
-    module: torch.nn.Module, query: Tensor, *args: Any, **kwargs: Any
+    module: torch.nn.Module, query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any
 ) -> tuple[Tensor, None]:
+    if torch.compiler.is_compiling():  # else what makes K and V would be left out as well
+        return no_attention(query, key, value), None
     return query.transpose(1, 2), None
+
+
+@torch.library.custom_op("pageforge_bench::no_attention", mutates_args=())
+def no_attention(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    """`[B, S, Hq, D]` of whatever the memory holds, for queries `[B, Hq, S, D]`: no kernel runs."""
+    return _room_for(query)
+
+
+@no_attention.register_fake
+def _(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    return _room_for(query)
+
+
+def _room_for(query: Tensor) -> Tensor:
+    batch, heads, count, dim = query.shape
+    return query.new_empty(batch, count, heads, dim)
 
 
 def _no_mask(*args: Any, **kwargs: Any) -> None:
@@ -216,7 +235,8 @@ def _stub_graph(setting: Setting, compiled: bool) -> Start:
         return logits
 
     memory = GraphMemory(torch.cuda.graph_pool_handle(), torch.cuda.Stream())
-    captured = CapturedStep(replayed, memory)
+    with contextlib.nullcontext() if compiled else fused(model):  # as fast_decode captures
+        captured = CapturedStep(replayed, memory)
 
     def forward(tokens: Tensor) -> Tensor:
         if tokens.shape[1] > 1:
