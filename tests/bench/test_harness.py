@@ -99,6 +99,15 @@ def test_the_reading_kernel_reads_everything_once(interleaved: bool) -> None:
     assert sums[0] == first
 
 
+@pytest.mark.parametrize("interleaved", [True, False])
+@pytest.mark.parametrize("size", [1, 63, 64, 65, 4 * 64 + 1, 5 * 64, 1000])
+def test_it_ends_inside_a_block(size: int, interleaved: bool) -> None:
+    pytest.importorskip("triton")
+    memory = torch.full((4096,), torch.nan)
+    memory[:size] = torch.arange(size)
+    assert ceilings.stream(memory[:size], 64, 4, interleaved).sum() == memory[:size].sum()
+
+
 # --- the CUDA path, on a stand-in for CUDA ----------------------------------------------------
 
 

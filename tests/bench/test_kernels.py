@@ -76,6 +76,27 @@ def test_all_sections(bench: Bench, screen: io.StringIO) -> None:
     assert "batch_invariant costs" in screen.getvalue()
 
 
+def test_large_steps_stand_beside_a_plain_read(
+    bench: Bench, screen: io.StringIO, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("triton")
+    monkeypatch.setattr(attention, "LARGE_BYTES", 1)
+    monkeypatch.setattr(attention, "READS", ((64, 2),))
+    device = types.SimpleNamespace(multi_processor_count=3)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: device)
+    read: list[torch.Tensor] = []
+    monkeypatch.setattr(attention, "stream", lambda source, *_: read.append(source))
+    attention.decode(bench)
+    records = only(bench.report.records, section="decode", candidate="read 64x2")
+    assert records and all(record["failure"] is None for record in records)
+    # Each call reads what a call of ours has to, and they take turns as ours do.
+    assert {part.numel() * part.element_size() for part in read} == {r["bytes"] for r in records}
+    assert len({part.data_ptr() for part in read}) > len(records)
+    (summary,) = [r for r in bench.report.records if r.get("worst_over_read")]
+    assert summary["large_shapes"] == len(records)
+    assert "over a plain read" in screen.getvalue()
+
+
 def test_a_section_that_breaks_does_not_end_the_run(
     bench: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -11,6 +11,7 @@ from rich.console import Group
 from torch import Tensor
 
 from pageforge import ops
+from pageforge.bench.ceilings import stream
 from pageforge.bench.context import Bench, best, dtype_name
 from pageforge.bench.harness import Builders, Candidate, geometric_mean, measure
 from pageforge.bench.peers import decode_peers
@@ -21,6 +22,10 @@ PAGE_SIZE, LARGE_PAGE = 16, 128
 
 LARGE_BYTES = 64_000_000
 """From here on a decode step must reach its share of the read ceiling, whatever the page size."""
+
+READS = ((4096, 4), (4096, 8), (8192, 4))
+"""Of a plain read beside a decode step: elements that a program reads at a time, programs for each
+multiprocessor. (The read ceiling is that of gigabytes; starts and ends count for less.)"""
 
 RAGGED = {
     "1x128k + 63x2k": (131072, *[2048] * 63),
@@ -95,7 +100,24 @@ def _decode_case(bench: Bench, problem: Problem, shape: str) -> dict[str, Any]:
     builders: dict[str, Callable[[], Candidate]] = {"pageforge p16": partial(ours, problem, kv)}
     if problem.bytes >= LARGE_BYTES:
         builders["pageforge p128"] = lambda: ours(problem, PagedKV(problem, LARGE_PAGE))
+        for block, programs in READS:
+            builders[f"read {block}x{programs}"] = partial(plain_read, problem, kv, block, programs)
     return _timed(bench, "decode", problem, shape, builders | dict(decode_peers(problem, kv)))
+
+
+def plain_read(problem: Problem, kv: PagedKV, block: int, programs: int) -> Candidate:
+    """Reads as many bytes as a call does, one after the other, and does nothing with them."""
+    pages, rotation = kv.pool[1:].view(-1).view(torch.float32), problem.rotation
+    parts = pages.split(problem.bytes // pages.element_size())[: rotation.sets * rotation.buffers]
+    processors = torch.cuda.get_device_properties(pages.device).multi_processor_count
+
+    def read() -> None:
+        for index, buffers in rotation.steps():
+            for buffer in buffers:
+                part = parts[index * rotation.buffers + buffer]
+                stream(part, block, programs * processors, True)
+
+    return Candidate(read, rotation.calls)
 
 
 def _timed(
@@ -134,7 +156,7 @@ def _share(case: dict[str, Any], start: str = "pageforge p16") -> float | None:
 
 
 def _decode_table(cases: Sequence[dict[str, Any]]) -> Group:
-    columns = ("heads", "dtype", "shape", "MB", "floor", "us", "GB/s", "share", "p128")
+    columns = ("heads", "dtype", "shape", "MB", "floor", "read", "us", "GB/s", "share", "p128")
     peers = ("fa3", "sdpa flash", "sdpa cudnn", "sdpa efficient", "flashinfer")
     rows = []
     for case in cases:
@@ -147,6 +169,7 @@ def _decode_table(cases: Sequence[dict[str, Any]]) -> Group:
                 case["shape"],
                 case["bytes"] / 1e6,
                 case["floor_us"],
+                _us(case, "read"),
                 us,
                 None if us is None else case["bytes"] / us / 1e3,
                 _share(case),
@@ -187,11 +210,14 @@ def _decode_summary(bench: Bench, cases: Sequence[dict[str, Any]]) -> None:
     for heads in bench.heads:
         large = [c for c in cases if c["heads"] == str(heads) and c["bytes"] >= LARGE_BYTES]
         shares = [share for case in large if (share := _share(case)) is not None]
-        pages = [
-            us / other
-            for case in large
-            if (us := _us(case, "pageforge p16")) and (other := _us(case, "pageforge p128"))
-        ]
+        pages, reads = (
+            [
+                us / other
+                for case in large
+                if (us := _us(case, "pageforge p16")) and (other := _us(case, name))
+            ]
+            for name in ("pageforge p128", "read")
+        )
         if shares:
             found = bench.report.add(
                 section="decode summary",
@@ -199,10 +225,13 @@ def _decode_summary(bench: Bench, cases: Sequence[dict[str, Any]]) -> None:
                 large_shapes=len(shares),
                 worst_share=min(shares),
                 worst_page_16_over_128=max(pages, default=None),
+                worst_over_read=max(reads, default=None),
             )
             bench.console.print(
                 f"{heads}, {len(shares)} shapes of 64 MB or more: worst share of the read ceiling "
-                f"{min(shares):.3f}; page 16 over page 128 at most {max(pages, default=0):.3f}"
+                f"{min(shares):.3f}; over a plain read of as many bytes at most "
+                f"{max(reads, default=0):.3f}; page 16 over page 128 at most "
+                f"{max(pages, default=0):.3f}"
             )
 
 

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from pageforge.bench.harness import Candidate, measure
+from pageforge.geometry import ceil_div
 from pageforge.ops.kernels import jit, tl
 
 READ_BYTES = {"cuda": 4 << 30, "cpu": 256 << 20}
@@ -84,11 +85,11 @@ def _best(runs: dict[str, Callable[[], Any]], device: torch.device, amount: int)
 
 
 def stream(source: torch.Tensor, block: int, num_programs: int, interleaved: bool) -> torch.Tensor:
-    """The sums `[num_programs]` of what each program read of `source`, a multiple of a sweep.
+    """The sums `[num_programs]` of what each program read of `source`.
 
     `interleaved`: neighbouring programs read neighbouring blocks; else each its own stretch.
     """
-    sweeps = source.numel() // (block * num_programs)
+    sweeps = ceil_div(source.numel(), block * num_programs)
     out = torch.empty(num_programs, device=source.device)
     _stream_kernel[(num_programs,)](
         source,
@@ -96,6 +97,8 @@ def stream(source: torch.Tensor, block: int, num_programs: int, interleaved: boo
         sweeps,
         num_programs if interleaved else 1,
         1 if interleaved else sweeps,
+        source.numel(),
+        IS_WHOLE=source.numel() == sweeps * block * num_programs,
         BLOCK=block,
         num_warps=8,
     )
@@ -109,11 +112,17 @@ def _stream_kernel(
     sweeps,
     sweep_step,  # blocks from one sweep to the next
     program_step,  # blocks from one program to the next
+    num_elements,
+    IS_WHOLE: tl.constexpr,  # all sweeps are full
     BLOCK: tl.constexpr,
 ):
     program = tl.program_id(0)
     total = tl.zeros([BLOCK], tl.float32)
     for sweep in range(0, sweeps):
         block = (sweep * sweep_step + program * program_step).to(tl.int64)
-        total += tl.load(source_ptr + block * BLOCK + tl.arange(0, BLOCK))
+        element = block * BLOCK + tl.arange(0, BLOCK)
+        if IS_WHOLE:
+            total += tl.load(source_ptr + element)
+        else:
+            total += tl.load(source_ptr + element, mask=element < num_elements, other=0)
     tl.store(out_ptr + program, tl.sum(total, 0))
