@@ -141,6 +141,42 @@ def test_the_first_that_wait_begin_in_free_rows() -> None:
     assert begins(plan(rows, waiting)) == [(3, 1, 5), (4, 3, 7)]
 
 
+@pytest.mark.parametrize(
+    ("free", "waiting", "begin"),
+    [
+        (1, 1, 1),  # nobody is kept waiting for others who do not exist
+        (1, 2, 0),
+        (1, 9, 0),
+        (2, 2, 2),
+        (2, 9, 2),
+        (3, 2, 2),
+        (3, 9, 3),
+    ],
+)
+def test_where_more_wait_than_rows_are_free_several_begin_together(
+    free: int, waiting: int, begin: int
+) -> None:
+    rows = running(*((rank, 6, 5, 8) for rank in range(64 - free)), max_running=64)
+    behind = [sequence(100 + i, 5, first=50 * i) for i in range(waiting)]
+    found = plan(rows, behind, Pages(free=1000), budget=1000)
+    assert [each.sequence.rank for each in found.admitted] == [100 + i for i in range(begin)]
+    assert int(found.counts.sum()) == 64 - free
+
+
+def test_with_few_rows_each_is_taken_at_once() -> None:
+    rows = running(*((rank, 6, 5, 8) for rank in range(30)), max_running=31)
+    behind = [sequence(100 + i, 5, first=50 * i) for i in range(9)]
+    assert len(plan(rows, behind, Pages(free=1000), budget=1000).admitted) == 1
+
+
+def test_nobody_waits_for_rows_that_only_an_end_would_free() -> None:
+    """However few rows there is memory for."""
+    for most in range(1, 200):
+        behind = [sequence(i, 5, first=50 * i) for i in range(most + 1)]
+        limits = Limits(most, 10**6, P)
+        assert len(scheduler.plan(Rows(200), behind, limits, Pages(free=10**4)).admitted) == most
+
+
 def test_what_a_step_has_left_is_shared_out_in_order() -> None:
     waiting = [sequence(1, 6), sequence(2, 9, first=50), sequence(3, 3, first=70)]
     rows = running((0, 6, 5, 8))

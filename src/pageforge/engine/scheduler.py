@@ -19,6 +19,12 @@ from pageforge.geometry import ceil_div, pages_for
 from pageforge.memory import PageTable
 from pageforge.memory.prefix import Prefix
 
+TOGETHER = 32
+"""Where more sequences wait than rows are free, they begin when one row in so many is free, several
+in one step: each step with a prompt in it costs something beside the prompt's tokens. (Llama 3.1
+8B's shape on an H200: 200 rows decode in 13.0 ms, and with a prompt of 200 tokens in 19.8, which in
+a step full of prompts takes 4.8. The rows that stand idle meanwhile are one in 64.)"""
+
 
 @dataclass(frozen=True)
 class Limits:
@@ -76,8 +82,8 @@ def plan(rows: Rows, waiting: list[Sequence], limits: Limits, pages: Pages) -> P
     Tokens of a step are shared out to rows that lack one (they decode) first, then by rank. Where
     pages run out, waiting sequences drop theirs, then the youngest running ones are preempted: the
     oldest goes on in any case, so there is no livelock. Then waiting sequences are admitted in
-    their order (which is by rank), as long as there are rows, tokens, and pages for all that they
-    know and for a page more of everyone who runs.
+    their order (which is by rank), several at a time (see TOGETHER), as long as there are rows,
+    tokens, and pages for all that they know and for a page more of everyone who runs.
     """
     counts = _share(rows, np.minimum(rows.wanted, rows.step_tokens), limits.max_batch_tokens)
     short = rows.computed + counts > rows.room
@@ -169,6 +175,9 @@ def _admit(
     promised -= int(pages_lacking(rows, rows.computed + counts, size).sum())
     room -= promised
     num_running = rows.num_running
+    num_free = limits.max_running - num_running
+    if num_free < min(len(waiting), limits.max_running // TOGETHER):
+        return
     free_rows = iter([row for row, taken in enumerate(rows.sequences) if taken is None])
     budget = limits.max_batch_tokens - int(counts.sum())
     computing = _first_uncomputed_pages(rows, counts, size)
