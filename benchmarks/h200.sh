@@ -4,7 +4,8 @@
 #     benchmarks/h200.sh PART OUT      # tests, kernels, steps, engine, memory, qwen3, llama, smollm2
 #
 # Results lie in OUT/<model> as they do in benchmarks/results/current/h200/<model>; what was printed
-# lies beside them. Runs from source. WHEELS: a folder of peers' wheels for `bench kernels`.
+# lies beside them. Runs from source. WHEELS: a folder of peers' wheels for `bench kernels`. COMMIT: what
+# to record where git does not know it.
 set -uo pipefail
 cd "$(dirname "$0")/.."
 part=$1 out=$2
@@ -14,7 +15,7 @@ mkdir -p "$out"
 ask() { # ask MODEL SECONDS QUESTION OPTION...: a question, about a model, begun within so many seconds
     local model=$1 seconds=$2 question=$3 began=$SECONDS
     shift 3
-    local options=("$@" --seconds "$seconds" --out "$out/$model")
+    local options=("$@" --seconds "$seconds" --out "$out/$model" ${COMMIT:+--commit "$COMMIT"})
     case $question in kernels | allocator) ;; *) options+=(--model "$model") ;; esac
     mkdir -p "$out/$model"
     timeout $((seconds + 120)) python -m pageforge.cli bench "$question" "${options[@]}" \
@@ -60,11 +61,13 @@ qwen3)
         --way engine --way "engine compiled" --way generate
     ask qwen3-0.6b 120 latency --only steps --batch 1 --batch 32 --prompt 448
     ask qwen3-0.6b 60 vram
+    ask qwen3-0.6b 60 parity
     ;;
 llama)
     ask llama-8b 240 throughput --only sharegpt --way engine --way "engine compiled" --repeats 2
     ask llama-8b 120 latency --only steps --batch 1 --batch 32 --prompt 448 --steps 120
     ask llama-8b 60 vram
+    ask llama-8b 60 parity
     ;;
 smollm2)
     ask smollm2 100 throughput --only uniform

@@ -1,6 +1,6 @@
-"""The README's tables of results, made from the committed result files.
+"""The tables of results in the README and in docs/results.md, made from the committed files.
 
-    python benchmarks/readme_table.py           # writes them into README.md, between the markers
+    python benchmarks/readme_table.py           # writes both; into README.md between the markers
     python benchmarks/readme_table.py --check   # only says whether they are what they should be
 
 Each folder `benchmarks/results/current/<machine>/<model>/` is one set of results, as
@@ -22,10 +22,21 @@ from pageforge.errors import ResultsError
 
 ROOT = Path(__file__).parents[1]
 README = ROOT / "README.md"
+DOCUMENT = ROOT / "docs" / "results.md"
 CURRENT = ROOT / "benchmarks" / "results" / "current"
 
 BEGIN = "<!-- results: made by python benchmarks/readme_table.py, do not edit -->"
 END = "<!-- /results -->"
+
+HEAD = """# Results
+
+<!-- made by python benchmarks/readme_table.py, do not edit -->
+
+Made from the files in [results/current](../benchmarks/results/current), a folder for each machine
+and model; `pageforge report` draws such a folder. What is measured, and how:
+[benchmarks.md](benchmarks.md).
+
+"""
 
 Record = dict[str, Any]
 Row = Sequence[object]
@@ -38,6 +49,11 @@ CURVE_WAYS = ("paged", "dynamic", "static 512", "static 1024")
 PEAK_WAYS, OVER_WAYS = ("paged", "dynamic"), ("dynamic", "static 1024")
 
 STEP_WAYS = ("dynamic", "static", "static compiled", "paged", "pageforge", "fast", "fast compiled")
+
+LOAD = 90
+"""Of the rates at which requests come, in percent of what the engine can do, the one shown."""
+
+PARITY_WAYS = ("paged", "pageforge", "fast", "engine")
 
 PROMPT = 448
 """The prompt of the steps that the README has: the longer, and so the slower for everyone."""
@@ -78,7 +94,7 @@ def read_sets(current: Path) -> list[ResultSet]:
 def _of_model(files: Sequence[ResultFile], model: str) -> dict[str, ResultFile]:
     """The files by question. Raises ResultsError where one is of another model than its folder."""
     for file in files:
-        for record in file.results if file.question in TABLES else ():
+        for record in () if file.question in OF_ANY_MODEL else file.results:
             if record.get("model", model) != model:
                 raise ResultsError(
                     f"{file.path}: expected results of {model}, as its folder is called, got "
@@ -115,9 +131,12 @@ def over(value: float | None, base: float | None) -> float | None:
 
 
 def between(values: Iterable[float | None]) -> str | None:
-    """`least to most`."""
+    """`least to most`, or the one value that there is."""
     found = [value for value in values if value is not None]
-    return f"{cell(min(found))} to {cell(max(found))}" if found else None
+    if not found:
+        return None
+    least, most = cell(min(found)), cell(max(found))
+    return least if least == most else f"{least} to {most}"
 
 
 # --- the tables -----------------------------------------------------------------------------
@@ -141,7 +160,7 @@ def memory(sets: Sequence[ResultSet]) -> Iterator[str]:
         yield "Sequences that a pool of 512 pages holds, found by filling it, and other caches in"
         yield "as many bytes:"
         yield ""
-        yield from table(("", "tokens each", "sequences", "MB"), fits)
+        yield from table(("", "tokens each", "MB", *CURVE_WAYS), fits)
 
 
 def _curve(each: ResultSet) -> Iterator[Row]:
@@ -160,10 +179,17 @@ def _curve(each: ResultSet) -> Iterator[Row]:
 
 
 def _fits(each: ResultSet) -> Iterator[Row]:
-    for record in each.records("vram", "most-sequences"):
-        found = record.get("failure") or record["sequences"]
-        size = mb(record.get("storage_bytes"))
-        yield f"{each.machine}, {record['way']}", record["tokens"], found, size
+    records = each.records("vram", "most-sequences")
+    for tokens in dict.fromkeys(record["tokens"] for record in records):
+        ways = {record["way"]: record for record in records if record["tokens"] == tokens}
+        found = (ways.get(way, {}) for way in CURVE_WAYS)
+        size = mb(ways.get("paged", {}).get("storage_bytes"))
+        yield (
+            each.machine,
+            tokens,
+            size,
+            *("failed" if one.get("failure") else one.get("sequences") for one in found),
+        )
 
 
 def latency(sets: Sequence[ResultSet]) -> Iterator[str]:
@@ -210,9 +236,10 @@ def throughput(sets: Sequence[ResultSet]) -> Iterator[str]:
                     between((record.get("tokens_per_s_low"), record.get("tokens_per_s_high"))),
                     record.get("over_generate"),
                     record.get("first_run_s"),
+                    record.get("floor_share"),
                 )
             )
-        for record in each.records("throughput", "arrivals"):
+        for record in each.records("throughput", "arrivals", load_percent=LOAD):
             waits.append(
                 (
                     f"{each.name}: {record['workload']}",
@@ -226,10 +253,11 @@ def throughput(sets: Sequence[ResultSet]) -> Iterator[str]:
         yield "Whole workloads, text included, the first run (which captures and compiles) apart:"
         yield ""
         columns = ("", "way", "tokens/s", "slowest to fastest", "/ generate", "first run, s")
-        yield from table(columns, rows)
+        yield from table((*columns, "share of the floor"), rows)
     if waits:
         yield ""
-        yield "Requests that arrive one after the other: milliseconds, P50 (P99):"
+        yield f"Requests that arrive one after the other, at {LOAD}% of the rate at which they are"
+        yield "answered if all are there at once: milliseconds, P50 (P99):"
         yield ""
         columns = ("", "way", "requests/s", "to the first token", "a token", "between tokens")
         yield from table((*columns, "good share"), waits)
@@ -237,6 +265,53 @@ def throughput(sets: Sequence[ResultSet]) -> Iterator[str]:
 
 def _wait(record: Record, name: str) -> str:
     return f"{cell(record.get(f'{name}_p50_ms'))} ({cell(record.get(f'{name}_p99_ms'))})"
+
+
+def engine(each: ResultSet) -> Iterator[Row]:
+    """What else was seen of the engine: (what, figure)."""
+    for record in each.records("throughput", "first-token"):
+        yield f"construct to first token, s: {record['when']}", record["first_token_s"]
+    for record in each.records("throughput", "shared-prefix"):
+        what = f"{record['requests']:,} requests that share {record['shared_tokens']:,} tokens"
+        yield f"{what}: computed / each once", f"{record['computed_over_once']:.3f}"
+    for record in each.records("throughput", "rollout"):
+        what = f"{record['requests']:,} prompts, several samples each"
+        yield f"{what}: pages / prompts stored once", f"{record['peak_over_once']:.3f}"
+    for record in each.records("throughput", "squeezed", way="squeezed"):
+        what = "a tenth of the pages: tokens/s / as many rows in ample ones"
+        yield f"{what} (outputs that are the same)", _squeezed(record)
+    for record in each.records("throughput", "host"):
+        what = f"a step of {record['running']:,} rows, ms: host's work (its planning)"
+        yield what, f"{cell(record['host_ms'])} ({cell(record['plan_ms'])})"
+        if record.get("idle") is not None:
+            yield f"a step of {record['running']:,} rows: device idle", f"{record['idle']:.3f}"
+
+
+def _squeezed(record: Record) -> str | None:
+    if record.get("failure"):
+        return "failed"
+    outputs = f"{record.get('same')} of {record['requests']}"
+    return f"{cell(record.get('over_as_many'))} ({outputs})"
+
+
+def pages(each: ResultSet) -> Iterator[Row]:
+    """What becomes of pages, and of what they hold: (what, figure)."""
+    for record in each.records("lifecycle", "reuse"):
+        what = "pages of a second batch that were the first's"
+        yield what, f"{record['pages_reused']} of {record['pages_second']}"
+    speeds = each.records("allocator", "speed")
+    for load in dict.fromkeys(record["load"] for record in speeds):
+        of_load = [record for record in speeds if record["load"] == load]
+        sizes = f"pools of {of_load[0]['pages_total']:,} to {of_load[-1]['pages_total']:,} pages"
+        rates = between(record["pages_per_s"] / 1e6 for record in of_load)
+        yield f"allocator, {load}, {sizes}: M pages/s", rates
+    for way in PARITY_WAYS:
+        found = each.records("parity", "parity", way=way, dtype="float32")
+        differences = [record.get("max_difference") for record in found]
+        if (largest := between(differences)) is not None:
+            same = sum(record["parted"] == 0 for record in found)
+            what = f"`{way}` against DynamicCache in fp32: largest difference of logits"
+            yield f"{what} (models with the same tokens)", f"{largest} ({same} of {len(found)})"
 
 
 def kernels(sets: Sequence[ResultSet]) -> Iterator[str]:
@@ -261,6 +336,10 @@ def _kernels(each: ResultSet) -> Iterator[Row]:
     if shares:
         worst = f"{min(shares):.2f} at worst"
         yield "decode of 64 MB or more, share of the read ceiling", None, worst
+    reads = [record["worst_over_read"] for record in summary if record.get("worst_over_read")]
+    if reads:
+        what = "decode of 64 MB or more, times as long as a plain read of as many bytes"
+        yield what, None, f"{max(reads):.2f} at worst"
     for op in dict.fromkeys(record["op"] for record in each.records("kernels", "cache")):
         records = each.records("kernels", "cache", op=op)
         rates = [over(record.get("bytes_per_s"), 1e9) for record in records]
@@ -307,28 +386,48 @@ def sharing(sets: Sequence[ResultSet]) -> Iterator[str]:
         yield from table(columns, rows)
 
 
-TABLES: dict[str, tuple[str, Callable[[Sequence[ResultSet]], Iterator[str]]]] = {
-    "vram": ("Memory", memory),
-    "latency": ("A decode step", latency),
-    "throughput": ("Throughput", throughput),
-    "kernels": ("Kernels", kernels),
-    "sharing": ("Sharing", sharing),
-}
-"""For each question that the README shows: the title, and what writes the tables."""
+def listed(
+    what: Callable[[ResultSet], Iterator[Row]],
+) -> Callable[[Sequence[ResultSet]], Iterator[str]]:
+    """A table of single figures."""
 
-OF_ANY_MODEL = frozenset({"kernels"})
-"""Questions that one folder of a machine answers for all."""
+    def write(sets: Sequence[ResultSet]) -> Iterator[str]:
+        rows = [(each.name, *row) for each in sets for row in what(each)]
+        if rows:
+            yield from table(("", "what", "figure"), rows)
+
+    return write
 
 
-def block(sets: Sequence[ResultSet]) -> str:
-    """All tables as Markdown; nothing without results."""
+TABLES: Sequence[tuple[str, str | None, Callable[[Sequence[ResultSet]], Iterator[str]]]] = (
+    ("Memory", "vram", memory),
+    ("A decode step", "latency", latency),
+    ("Throughput", "throughput", throughput),
+    ("The engine", None, listed(engine)),
+    ("Kernels", "kernels", kernels),
+    ("Sharing", "sharing", sharing),
+    ("Pages, and what they hold", None, listed(pages)),
+)
+"""The title of each part, the question whose lack is told, and what writes the part."""
+
+IN_README = ("Memory", "A decode step", "Throughput", "Kernels")
+"""Parts that the README shows as well."""
+
+OF_ANY_MODEL = frozenset({"kernels", "allocator", "parity"})
+"""Questions that one folder of a machine answers for all, or for several models at once."""
+
+
+def block(sets: Sequence[ResultSet], titles: Sequence[str] = IN_README, root: str = "") -> str:
+    """Parts as Markdown; nothing without results. `root`: the repository's, for links."""
     if not sets:
         return ""
-    lines = [*_about(sets)]
-    for question, (title, write) in TABLES.items():
+    lines = [*_about(sets, root)]
+    for title, question, write in TABLES:
+        if title not in titles:
+            continue
         lines += ["", f"### {title}", ""]
         written = list(write(sets))
-        missing = list(_missing(sets, question))
+        missing = [] if question is None else list(_missing(sets, question))
         lines += [*written, *([""] if written and missing else []), *missing]
         if not written and not missing:
             lines += ["Not measured."]
@@ -352,7 +451,7 @@ def _missing(sets: Sequence[ResultSet], question: str) -> Iterator[str]:
                 yield f"Not measured: {each.name} ({record['failure']})."
 
 
-def _about(sets: Sequence[ResultSet]) -> Iterator[str]:
+def _about(sets: Sequence[ResultSet], root: str) -> Iterator[str]:
     """What was measured on what, and where the files are."""
     rows = []
     for each in sets:
@@ -360,7 +459,7 @@ def _about(sets: Sequence[ResultSet]) -> Iterator[str]:
         machines = [file.machine for file in files]
         versions = (_all(m.get(name) for m in machines) for name in ("torch", "transformers"))
         hardware = _all(m.get("gpu") or f"{m.get('cpus')} CPU cores" for m in machines)
-        place = f"benchmarks/results/current/{each.machine}/{each.model}"
+        place = f"{root}benchmarks/results/current/{each.machine}/{each.model}"
         commit, day = _all(m.get("commit") for m in machines), _all(f.began[:10] for f in files)
         rows.append((f"[{each.name}]({place})", hardware, *versions, commit, day))
     yield from table(("results", "measured on", "torch", "transformers", "commit", "day"), rows)
@@ -380,14 +479,24 @@ def updated(text: str, made: str) -> str:
     return f"{before}{BEGIN}\n{made}{END}{after}"
 
 
+def made(sets: Sequence[ResultSet], readme: str) -> dict[Path, str]:
+    """Both files as they should be, given the README's text."""
+    document = HEAD + block(sets, [title for title, _, _ in TABLES], root="../")
+    return {README: updated(readme, block(sets)), DOCUMENT: document}
+
+
 def main() -> None:
-    parser = argparse.ArgumentParser(description="The README's tables, from the result files.")
+    parser = argparse.ArgumentParser(description="Tables of results, from the result files.")
     parser.add_argument("--check", action="store_true", help="change nothing; 1 if they are stale")
-    text = README.read_text(encoding="utf-8")
-    wanted = updated(text, block(read_sets(CURRENT)))
-    if parser.parse_args().check:
-        sys.exit("README.md: its tables are stale; run this without --check" * (wanted != text))
-    README.write_text(wanted, encoding="utf-8")
+    check = parser.parse_args().check
+    stale = []
+    for path, text in made(read_sets(CURRENT), README.read_text(encoding="utf-8")).items():
+        if not path.exists() or path.read_text(encoding="utf-8") != text:
+            stale.append(str(path.relative_to(ROOT)))
+            if not check:
+                path.write_text(text, encoding="utf-8")
+    if check and stale:
+        sys.exit(f"{' and '.join(stale)}: stale; run this without --check")
 
 
 if __name__ == "__main__":

@@ -92,7 +92,7 @@ class Flight:
     tokens: Tensor
     done: torch.cuda.Event | None
     errors: dict[int, Exception] = field(default_factory=dict)  # of logits processors, by place
-    logprobs: Logprobs | None = None  # of the rows that ask, on the host once it has landed
+    logprobs: Logprobs | None = None  # of the rows that ask, as `tokens` on the host
     logprob_places: npt.NDArray[np.int64] | None = None  # which of `rows` those are
     prompts: list[tuple[Sequence, int, Logprobs]] = field(default_factory=list)  # from a position
     scored: list[Sequence] = field(default_factory=list)  # of which no token is wanted: they end
@@ -468,9 +468,11 @@ class Core:
         lines = _lines(logits, step.places)
         sampled = self._sampler.sample(lines, chosen, uniform, num_generated, self._generated)
         flight.errors = sampled.errors
-        flight.logprobs, flight.logprob_places = sampled.logprobs, sampled.logprob_indices
+        if sampled.logprobs is not None:
+            flight.logprobs = sampled.logprobs.to_host()
+        flight.logprob_places = sampled.logprob_indices
         flight.prompts = [
-            (rows.at(row), first, self._prompt_logprobs(logits[start:stop], row, first))
+            (rows.at(row), first, self._prompt_logprobs(logits[start:stop], row, first).to_host())
             for row, first, start, stop in step.spans
         ]
         self.runner.keep_tokens(chosen, sampled.tokens)
@@ -522,11 +524,9 @@ class Core:
         """Have what a step gives on the host. An interrupt while it waits loses nothing."""
         if flight.done is not None:
             flight.done.synchronize()
-        if flight.logprobs is not None:
-            flight.logprobs = flight.logprobs.on_host()
         for sequence, first, logprobs in flight.prompts:
             if not sequence.is_finished:
-                self._listener.on_prompt_logprobs(sequence, first, logprobs.on_host())
+                self._listener.on_prompt_logprobs(sequence, first, logprobs)
 
     def _note(self, flight: Flight) -> None:
         """Make the oldest step's tokens known; all rows at once, however many there are."""

@@ -24,9 +24,13 @@ class Logprobs:
     top_ids: Tensor
     top: Tensor
 
-    def on_host(self) -> Logprobs:
-        """The same on the host, once the device has come that far."""
-        return Logprobs(self.chosen.cpu(), self.top_ids.cpu(), self.top.cpu())
+    def to_host(self) -> Logprobs:
+        """The same on the host, complete once what was launched before on this stream is done.
+
+        (torch gives pinned memory to what it copies there without waiting.)
+        """
+        parts = self.chosen, self.top_ids, self.top
+        return Logprobs(*(part.to("cpu", non_blocking=True) for part in parts))
 
     @classmethod
     def joined(cls, parts: Sequence[Logprobs]) -> Logprobs:
