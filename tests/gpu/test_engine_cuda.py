@@ -186,6 +186,28 @@ def test_prompt_logprobs(model: PreTrainedModel) -> None:
         )
 
 
+def test_logprobs_come_with_the_tokens(model: PreTrainedModel) -> None:
+    """On the host nobody waits for the step after theirs, and none is read before it is there."""
+    prompts = _prompts(8)
+    params = SamplingParams(max_tokens=30, temperature=0, logprobs=2)
+    with Engine(model, max_memory="256MiB") as engine:
+        for prompt in prompts:
+            engine.add_request(prompt, params)
+        engine.step()
+        (flight,) = engine._core._flights
+        assert flight.logprobs is not None and flight.logprobs.chosen.is_pinned()
+        outputs = {}
+        while engine.has_unfinished:
+            outputs |= {tuple(output.prompt_token_ids): output for output in engine.step()}
+    for prompt in prompts:
+        output = outputs[tuple(prompt)]
+        ids = torch.tensor([prompt + list(output.token_ids)], device="cuda")
+        with torch.no_grad():
+            logprobs = model(ids).logits[0, len(prompt) - 1 : -1].log_softmax(-1)
+        want = logprobs.gather(-1, ids[0, len(prompt) :, None])[:, 0].tolist()
+        assert [each.chosen.logprob for each in output.logprobs] == pytest.approx(want, abs=1e-3)
+
+
 def test_streams_side_by_side(model: PreTrainedModel) -> None:
     prompts = _prompts(6)
     params = SamplingParams(max_tokens=10, temperature=0)
