@@ -23,18 +23,16 @@ from transformers.utils import logging
 
 from pageforge.batch import to_device
 from pageforge.engine.packed import PackedCache, PackedInputs
-from pageforge.engine.params import SamplingParams
-from pageforge.engine.sequence import Rows, Sequence
+from pageforge.engine.sequence import Rows
 from pageforge.errors import UnsupportedModel
 from pageforge.geometry import pages_for
 from pageforge.graphs import CapturedStep, GraphMemory, bucket
-from pageforge.hf.decode_step import RECOMPILES, agreement
-from pageforge.hf.fast_decode import MAX_TOKENS
+from pageforge.hf.decode_step import RECOMPILES
 from pageforge.hf.fused import fused
 from pageforge.hf.step_cache import STEP_ARGUMENT
 from pageforge.model_state import ModelState, hooks_on
 from pageforge.pool import PagePool
-from pageforge.probe import cache_argument, learned_positions, moving_rope
+from pageforge.probe import cache_argument
 
 logger = logging.get_logger(__name__)
 
@@ -43,10 +41,6 @@ BUFFERS = 2
 
 WORTHWHILE = 2
 """Steps of one padded size after which a mixed step is captured: a capture costs three of them."""
-
-TRIED = (24, 9)
-"""Tokens of the sequences that a model is tried on: more than a page, and less."""
-
 
 NO_TOKEN = -1
 """What the host sees instead of a token where logits made no sense."""
@@ -135,8 +129,8 @@ class Runner:
             layer: pool.layer(layer) for group in pool.geometry.groups for layer in group.layers
         }
         width = pages_for(max_tokens, pool.geometry.page_size)
-        most_rows = max(max_running, len(TRIED))
-        self._most = most = max(max_batch_tokens, most_rows, sum(TRIED))  # tokens of a step
+        most_rows = max_running
+        self._most = most = max(max_batch_tokens, most_rows)  # tokens of a step
         groups = pool.geometry.groups
         with torch.inference_mode(False):  # else they could only be written to in that mode
             self.last_tokens = torch.zeros(most_rows, dtype=torch.int64, device=self._device)
@@ -170,53 +164,6 @@ class Runner:
         self._state: ModelState | None = None
         self._windows: dict[int, int | None] | None = None
         self._compiled: Callable[..., Any] | None = None
-
-    def try_model(self) -> None:
-        """Run two sequences at once and each alone. Raises UnsupportedModel if that differs.
-
-        So no model is served wrongly in which tokens meet by other ways than attention.
-        """
-        name, size = type(self._model).__name__, self._pool.geometry.page_size
-        vocabulary = self._model.config.get_text_config().vocab_size
-        lengths = [min(length, self.host_tables[0].shape[1] * size // 2) for length in TRIED]
-        available = self._pool.num_available
-        if sum(pages_for(length, size) for length in lengths) > available:  # a page each, or one
-            lengths = [min(length, size) for length in lengths][:available]
-        prompts = [[(7 * i + 1) % vocabulary for i in range(length)] for length in lengths]
-        rows = Rows(len(prompts))
-        tables = [self._pool.new_table() for _ in prompts]
-        try:
-            for row, (table, prompt) in enumerate(zip(tables, prompts, strict=True)):
-                self._pool.append([table], len(prompt))
-                sequence = Sequence(np.array(prompt, np.int32), SamplingParams(max_tokens=1), row)
-                rows.put(sequence, row, len(prompt))
-                for group in range(len(self._page_tables)):
-                    self.set_pages(group, row, 0, table.pages(group))
-            prefill = rows.wanted - 1
-            self.launch(rows, prefill, None)
-            rows.computed += prefill
-            together = self.launch(rows, rows.wanted, None).logits
-            assert together is not None
-            for row, prompt in enumerate(prompts):
-                tokens = torch.tensor([prompt], device=self._device)
-                alone = self._model(input_ids=tokens, use_cache=False).logits[0, -1]
-                error = (together[row].float() - alone.float()).norm()
-                allowed = agreement(alone.dtype, len(self._layers)) * alone.float().norm()
-                if not error <= allowed:
-                    raise UnsupportedModel(
-                        f"the logits of a sequence alone and beside another differ by {error:.3g}; "
-                        f"roundings explain {allowed:.3g}"
-                    )
-        except torch.OutOfMemoryError:
-            raise
-        except Exception as error:
-            raise UnsupportedModel(
-                f"{name}: sequences cannot be packed: {error}; use model.generate with a "
-                f"PagedKVCache"
-            ) from error
-        finally:
-            self._pool.release(tables)
-        self.vocab_size = together.shape[1]
 
     # --- page tables ------------------------------------------------------------------------
 
@@ -661,45 +608,3 @@ def _sizes(shape: StepShape, num_groups: int) -> list[int]:
         longs = [shape.tokens, shape.tokens, *slots, shape.logits]
         ints = [shape.rows, shape.rows + 1]
     return [8 * count for count in longs] + [4 * count for count in ints]
-
-
-def check_model(model: PreTrainedModel) -> None:
-    """Raise UnsupportedModel for a model of which it shows at once that it cannot be served."""
-    if not isinstance(model, PreTrainedModel):
-        raise UnsupportedModel(
-            f"model: expected a transformers PreTrainedModel, got {type(model).__name__}; of a "
-            f"PEFT model pass get_base_model(), whose adapters are in it"
-        )
-    name = type(model).__name__
-    if model.config.is_encoder_decoder:
-        raise UnsupportedModel(
-            f"{name}: expected a decoder, got an encoder-decoder; use model.generate with "
-            f"EncoderDecoderCache(PagedKVCache(...), DynamicCache())"
-        )
-    if model.config.get_text_config() is not model.config:
-        raise UnsupportedModel(
-            f"{name}: expected a model of text alone, got one of text and more; pass its language "
-            f"model, or use model.generate with a PagedKVCache"
-        )
-    if "position_ids" not in inspect.signature(model.forward).parameters:
-        raise UnsupportedModel(
-            f"{name}: expected a model whose forward takes position_ids, got one that works them "
-            f"out by itself; use model.generate with a PagedKVCache"
-        )
-    if model.get_output_embeddings() is None:
-        raise UnsupportedModel(
-            f"{name}: expected a model that gives logits, got one without a language model head; "
-            f"load it with AutoModelForCausalLM"
-        )
-    if (rope := moving_rope(model)) is not None:
-        raise UnsupportedModel(
-            f"{name}: expected rotary embeddings that stay, got {rope} ones, which change with the "
-            f"longest sequence of a batch; use model.generate"
-        )
-
-
-def longest_sequence(model: PreTrainedModel) -> int:
-    """Tokens that a sequence may have K/V of: as many as the model has positions."""
-    positions = getattr(model.config, "max_position_embeddings", None)
-    bounds = [MAX_TOKENS, positions, learned_positions(model)]
-    return min(bound for bound in bounds if bound)
