@@ -18,10 +18,10 @@ from torch import Tensor
 
 from pageforge.engine.core import Core, Flight
 from pageforge.engine.params import SamplingParams
-from pageforge.engine.runner import Step
 from pageforge.engine.sampler import Sampled
 from pageforge.engine.sequence import Rows
 from pageforge.engine.sequence import Sequence as OneSequence
+from pageforge.engine.step import Step
 from pageforge.errors import OutOfPages
 from pageforge.geometry import KVGeometry, LayerGroup, LayerShape, pages_for
 from pageforge.pool import PagePool

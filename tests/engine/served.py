@@ -15,7 +15,7 @@ from tests.hf.tiny_models import VOCABULARY, attending, tiny
 from pageforge.engine import Engine
 from pageforge.engine.core import Core, Flight
 from pageforge.engine.outputs import RequestOutput
-from pageforge.engine.runner import Step
+from pageforge.engine.step import Step
 
 Prompt = tuple[int, ...]
 

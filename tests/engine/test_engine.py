@@ -22,6 +22,8 @@ from tests.hf.tiny_models import WINDOW
 
 from pageforge import pool as pool_module
 from pageforge.engine import Engine, RequestOutput, SamplingParams
+from pageforge.engine import runner as runner_module
+from pageforge.engine.forward import Forward
 from pageforge.engine.runner import Runner
 
 AMPLE = {"max_batch_tokens": 512}
@@ -258,28 +260,29 @@ def _stale_row(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def _swapped_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
     """The last tokens of two rows change places on the device."""
-    finish, calls = Runner._finish, iter(range(1_000_000))
+    finish, calls = Forward._finish, iter(range(1_000_000))
 
-    def swapping(runner: Runner, *arguments: Any) -> torch.Tensor:
-        output = finish(runner, *arguments)
+    def swapping(forward: Forward, *arguments: Any) -> torch.Tensor:
+        output = finish(forward, *arguments)
         if next(calls) == 20:
-            runner.last_tokens[:4] = runner.last_tokens[:4].roll(1)
+            last_tokens = forward._device_rows.last_tokens
+            last_tokens[:4] = last_tokens[:4].roll(1)
         return output
 
-    monkeypatch.setattr(Runner, "_finish", swapping)
+    monkeypatch.setattr(Forward, "_finish", swapping)
 
 
 def _not_counted_up(monkeypatch: pytest.MonkeyPatch) -> None:
     """A step that goes on from the last one finds a row's length as it was."""
-    finish, calls = Runner._finish, iter(range(1_000_000))
+    finish, calls = Forward._finish, iter(range(1_000_000))
 
-    def forgetting(runner: Runner, shape: Any, loaded: Any, logits: torch.Tensor) -> torch.Tensor:
-        output = finish(runner, shape, loaded, logits)
+    def forgetting(forward: Forward, shape: Any, loaded: Any, logits: torch.Tensor) -> torch.Tensor:
+        output = finish(forward, shape, loaded, logits)
         if next(calls) % 5 == 0:
             loaded.inputs.seq_lens[0] -= 1
         return output
 
-    monkeypatch.setattr(Runner, "_finish", forgetting)
+    monkeypatch.setattr(Forward, "_finish", forgetting)
 
 
 def _lost_swap_in(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -292,15 +295,15 @@ def _lost_swap_out(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def _wrong_position(monkeypatch: pytest.MonkeyPatch) -> None:
     """One row of one step believes to be a token further on."""
-    decode_arrays, calls = Runner._decode_arrays, iter(range(1_000_000))
+    decode_arrays, calls = runner_module.decode_arrays, iter(range(1_000_000))
 
-    def moved(runner: Runner, *arguments: Any) -> Any:
-        shape, arrays = decode_arrays(runner, *arguments)
+    def moved(*arguments: Any) -> Any:
+        arrays = decode_arrays(*arguments)
         if next(calls) == 3:
             arrays[1][0] += 1
-        return shape, arrays
+        return arrays
 
-    monkeypatch.setattr(Runner, "_decode_arrays", moved)
+    monkeypatch.setattr(runner_module, "decode_arrays", moved)
 
 
 def _lost_copy(monkeypatch: pytest.MonkeyPatch) -> None:

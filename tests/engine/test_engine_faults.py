@@ -14,6 +14,7 @@ from tests.hf.tiny_models import CONFIGS, VOCABULARY, make
 
 from pageforge import OutOfPages, PageForgeError
 from pageforge.engine import Engine, RequestOutput, SamplingParams
+from pageforge.engine import engine as engine_module
 from pageforge.engine.runner import Runner
 from pageforge.errors import ParamsError, RequestError
 
@@ -574,10 +575,10 @@ def test_the_model_is_as_it_was(how: str, monkeypatch: pytest.MonkeyPatch) -> No
         assert engine._pool.is_closed
     elif how == "refused":
 
-        def refuse(runner: Runner) -> None:
+        def refuse(*arguments: Any) -> None:
             raise Planted
 
-        monkeypatch.setattr(Runner, "try_model", refuse)
+        monkeypatch.setattr(engine_module, "try_model", refuse)
         with pytest.raises(Planted):
             Engine(model, max_pages=16)
     else:

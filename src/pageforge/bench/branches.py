@@ -16,8 +16,8 @@ from transformers.cache_utils import Cache
 from pageforge.bench.engine_probe import replaced
 from pageforge.bench.memory_use import storage_bytes
 from pageforge.engine.engine import Engine
-from pageforge.engine.runner import Step as EngineStep
 from pageforge.engine.sequence import Rows
+from pageforge.engine.step import Step as EngineStep
 from pageforge.hf.cache import PagedKVCache
 from pageforge.memory import PageTable
 from pageforge.memory.page_table import PageCopy

@@ -20,8 +20,8 @@ from pageforge.bench.workloads import Job, params_of
 from pageforge.engine import core
 from pageforge.engine.core import Core, Flight
 from pageforge.engine.engine import Engine
-from pageforge.engine.runner import Step
 from pageforge.engine.sequence import Rows, Sequence
+from pageforge.engine.step import Step
 from pageforge.geometry import KVGeometry, total_bytes_per_page
 
 SETTLE = 8

@@ -22,10 +22,11 @@ from pageforge.batch import to_device
 from pageforge.engine.draw import uniforms
 from pageforge.engine.logprobs import Logprobs, token_logprobs
 from pageforge.engine.outputs import FinishReason
-from pageforge.engine.runner import NO_TOKEN, Runner, Step
+from pageforge.engine.runner import Runner
 from pageforge.engine.sampler import Sampler
 from pageforge.engine.scheduler import Admission, Limits, pages_lacking, plan
 from pageforge.engine.sequence import Rows, Sequence
+from pageforge.engine.step import NO_TOKEN, Step
 from pageforge.engine.swap_space import SwapSpace
 from pageforge.errors import OutOfPages, PageForgeError
 from pageforge.geometry import ceil_div, pages_for

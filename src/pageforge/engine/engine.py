@@ -22,10 +22,11 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from pageforge.engine.core import Core
 from pageforge.engine.draw import completion_seed
 from pageforge.engine.live import LiveRequests
+from pageforge.engine.model_check import TRIED, check_model, longest_sequence, try_model
 from pageforge.engine.outputs import RequestOutput, StreamChunk
 from pageforge.engine.params import SamplingParams
 from pageforge.engine.request import Request
-from pageforge.engine.runner import Runner, check_model, longest_sequence
+from pageforge.engine.runner import Runner
 from pageforge.engine.sampler import Sampler
 from pageforge.engine.scheduler import Limits, least_pages
 from pageforge.engine.sequence import Sequence
@@ -149,19 +150,21 @@ class Engine:
             self._most_pages = self._pool.num_available
             self._max_tokens = longest_sequence(model)
             self._vocab_size = int(model.config.get_text_config().vocab_size)
+            row_tokens = min(self._max_tokens, self._most_pages * page_size)
             runner = Runner(
                 model,
                 self._pool,
-                max_running=max_running,
-                max_batch_tokens=tokens,
-                max_tokens=min(self._max_tokens, self._most_pages * page_size),
+                # Whatever is served later, the trial has to fit.
+                max_running=max(max_running, len(TRIED)),
+                max_batch_tokens=max(tokens, sum(TRIED)),
+                max_tokens=row_tokens,
                 compile=compile,
                 allow_hooks=allow_hooks,
             )
             undo.callback(runner.forget_graphs)
             with torch.no_grad():
-                runner.try_model()
-            self._sampler = Sampler(max_running, runner.vocab_size, model.device)
+                vocab_size = try_model(model, self._pool, runner, row_tokens)
+            self._sampler = Sampler(max_running, vocab_size, model.device)
             self._core = Core(
                 runner,
                 self._pool,
