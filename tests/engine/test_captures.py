@@ -112,3 +112,28 @@ def test_a_changed_model_is_captured_anew(captures: None) -> None:
         weight.data = weight.data.clone()
         engine.generate([prompt], params)
         assert engine.stats().num_graphs > before
+
+
+def test_memory_is_shared_while_somebody_has_it(captures: None, monkeypatch: Any) -> None:
+    """It goes with the last graph that has it: a capture after that needs another."""
+    handles: list[object] = []
+    monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: handles.append(0) or len(handles))
+    given: list[int] = []
+
+    class Noting(StandIn):
+        def __init__(self, run: Callable[[], Any], memory: Any, undo: Callable[[], None]):
+            given.append(memory.pool)
+            if len(given) == 1:
+                raise RuntimeError("by the test")
+            super().__init__(run, memory, undo)
+
+    monkeypatch.setattr(captures_module, "CapturedStep", Noting)
+    # Fewer and fewer rows: steps of several sizes.
+    params = [SamplingParams(max_tokens=3 * count, temperature=0) for count in range(1, 6)]
+    with engine_on("llama") as engine:
+        engine.generate(prompts(5), params)
+        first, second, *others = given
+        assert others and first != second and set(others) == {second}
+        engine.weights_changed()
+        engine.generate(prompts(5), params)
+        assert given[-1] not in (first, second)

@@ -119,20 +119,22 @@ def assert_parts(arrays: StepArrays, shape: StepShape) -> None:
 
 
 def test_sizes_are_those_of_captures() -> None:
-    padding = Padding(is_used=True, min_rows=2, max_tokens=100)
-    assert [padding.decode(rows, 16, True).rows for rows in (1, 2, 9, 15)] == [2, 2, 10, 16]
-    assert padding.decode(1, 1, False) == StepShape(1, 1, 1, True, False)
-    assert padding.mixed(9, 16) == StepShape(10, 16, 16, False, False)
-    assert padding.mixed(99, 16).tokens == 100
-    assert padding.is_padded(padding.mixed(9, 4))
-    assert padding.is_padded(padding.decode(3, 4, True))
-    assert not padding.is_padded(StepShape(9, 4, 7, False, False))  # logits of a whole prompt
+    padding = Padding(is_used=True, min_rows=2, max_rows=16, max_tokens=100)
+    assert [padding.decode(rows, True).rows for rows in (1, 2, 9, 15)] == [2, 2, 10, 16]
+    assert padding._replace(max_rows=1).decode(1, False) == StepShape(1, 1, 1, True, False)
+    assert padding.mixed(9) == StepShape(10, 16, 16, False, False)
+    assert padding.mixed(99).tokens == 100
+    assert all(padding.is_padded(padding.mixed(tokens)) for tokens in range(1, 101))
+    assert padding.is_padded(padding.decode(3, True))
+    # Logits of a whole prompt, be there as many as rows.
+    for logits in (7, 4, 16):
+        assert not padding.is_padded(StepShape(9, 4, logits, False, False))
 
 
 def test_what_is_never_captured_keeps_its_size() -> None:
-    padding = Padding(is_used=False, min_rows=2, max_tokens=100)
-    assert padding.decode(9, 16, True) == StepShape(9, 9, 9, True, True)
-    assert not padding.is_padded(padding.decode(9, 16, True))
+    padding = Padding(is_used=False, min_rows=2, max_rows=16, max_tokens=100)
+    assert padding.decode(9, True) == StepShape(9, 9, 9, True, True)
+    assert not padding.is_padded(padding.decode(9, True))
 
 
 @pytest.mark.parametrize(

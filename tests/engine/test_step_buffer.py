@@ -16,13 +16,13 @@ from pageforge.engine.step import Padding, StepArrays, StepShape, part_lengths
 from pageforge.engine.step_buffer import HOST_BUFFERS, StepBuffer
 
 DECODE = StepShape(3, 3, 3, True, True)
-MIXED = StepShape(11, 4, 4, False, False)
+MIXED = StepShape(12, 4, 4, False, False)
 
 
 def make() -> tuple[StepBuffer, DeviceRows]:
     pool = PagePool(KVGeometry.uniform(2, 2, 16, dtype="float32", page_size=8), max_pages=8)
     device_rows = DeviceRows(torch.device("cpu"), num_groups=1, max_rows=4, max_pages=5)
-    padding = Padding(is_used=True, min_rows=1, max_tokens=12)
+    padding = Padding(is_used=True, min_rows=1, max_rows=4, max_tokens=12)
     return StepBuffer(pool, device_rows, padding), device_rows
 
 

@@ -106,9 +106,11 @@ class Captures:
         if not self._allow_hooks and (reason := hooks_on(self._model)) is not None:
             return reason
         last_tokens = self._device_rows.last_tokens
-        if self._memory is None:
+        if not any(isinstance(graph, CapturedStep) for graph in self._graphs.values()):
+            # Memory that graphs share goes with the last of them.
             stream = torch.cuda.Stream(last_tokens.device)
             self._memory = GraphMemory(torch.cuda.graph_pool_handle(), stream)
+        assert self._memory is not None
         state, inputs = ModelState(self._model), loaded.inputs
         before, tokens_before = inputs.max_query_len, last_tokens.clone()
         inputs.max_query_len = 1 if shape.decodes else shape.tokens

@@ -69,6 +69,7 @@ class Runner:
             is_used=captures_on(self._device),
             # What is compiled for any number of rows is not for one: that is compiled otherwise.
             min_rows=2 if compile else 1,
+            max_rows=max_running,
             max_tokens=max(max_batch_tokens, max_running),
         )
         max_pages = pages_for(max_tokens, pool.geometry.page_size)
@@ -144,7 +145,7 @@ class Runner:
 
         `known`: rows whose token the host knows.
         """
-        shape = self._padding.decode(len(counts), len(rows), greedy)
+        shape = self._padding.decode(len(counts), greedy)
         if self._device_rows.num_changes > shape.rows:
             self._device_rows.send_changes()
         changes = self._device_rows.changes(shape.rows)
@@ -163,7 +164,7 @@ class Runner:
         tables, page_size = self._device_rows.host_tables, self._pool.geometry.page_size
         shape, arrays, places, spans = mixed_arrays(rows, counts, chosen, asking, tables, page_size)
         if self._padding.is_used and asking is None:
-            padded = self._padding.mixed(shape.tokens, len(rows))
+            padded = self._padding.mixed(shape.tokens)
             shape, arrays = padded, padded_mixed(arrays, shape, padded)
         loaded = self._buffer.load(shape, arrays)
         loaded.inputs.max_query_len = int(counts.max())

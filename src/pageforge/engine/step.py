@@ -58,24 +58,25 @@ class Padding(NamedTuple):
 
     is_used: bool  # else steps keep their sizes: none is captured
     min_rows: int  # of a step that decodes
-    max_tokens: int  # of any step
+    max_rows: int  # of any step
+    max_tokens: int
 
-    def decode(self, num_rows: int, max_rows: int, is_greedy: bool) -> StepShape:
-        """The shape of a step that decodes the first `num_rows` of `max_rows` rows."""
+    def decode(self, num_rows: int, is_greedy: bool) -> StepShape:
+        """The shape of a step that decodes the first `num_rows` rows."""
         if self.is_used:
-            num_rows = min(bucket(max(num_rows, self.min_rows)), max_rows)
+            num_rows = min(bucket(max(num_rows, self.min_rows)), self.max_rows)
         return StepShape(num_rows, num_rows, num_rows, True, is_greedy)
 
-    def mixed(self, num_tokens: int, max_rows: int) -> StepShape:
+    def mixed(self, num_tokens: int) -> StepShape:
         """The shape that a mixed step is padded to."""
         # As many rows as there can be: those without queries cost hardly anything, and there are
         # fewer sizes to capture.
         tokens = min(bucket(num_tokens), self.max_tokens)
-        return StepShape(tokens, max_rows, max_rows, False, False)
+        return StepShape(tokens, self.max_rows, self.max_rows, False, False)
 
     def is_padded(self, shape: StepShape) -> bool:
         """Whether it is a padded size; where all logits of a prompt are asked for it is none."""
-        return self.is_used and (shape.decodes or shape.logits == shape.rows)
+        return self.is_used and (shape.decodes or shape == self.mixed(shape.tokens))
 
 
 def part_lengths(shape: StepShape, num_groups: int) -> tuple[list[int], list[int]]:
