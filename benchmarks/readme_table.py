@@ -139,6 +139,11 @@ def between(values: Iterable[float | None]) -> str | None:
     return least if least == most else f"{least} to {most}"
 
 
+def done(records: Iterable[Record]) -> list[Record]:
+    """Those that did not fail."""
+    return [record for record in records if not record.get("failure")]
+
+
 # --- the tables -----------------------------------------------------------------------------
 
 
@@ -228,6 +233,8 @@ def throughput(sets: Sequence[ResultSet]) -> Iterator[str]:
     waits: list[Row] = []
     for each in sets:
         for record in each.records("throughput", "throughput"):
+            if "workload" not in record:  # the question failed as a whole
+                continue
             rows.append(
                 (
                     f"{each.name}: {record['requests']:,} {record['workload']}",
@@ -269,18 +276,18 @@ def _wait(record: Record, name: str) -> str:
 
 def engine(each: ResultSet) -> Iterator[Row]:
     """What else was seen of the engine: (what, figure)."""
-    for record in each.records("throughput", "first-token"):
+    for record in done(each.records("throughput", "first-token")):
         yield f"construct to first token, s: {record['when']}", record["first_token_s"]
-    for record in each.records("throughput", "shared-prefix"):
+    for record in done(each.records("throughput", "shared-prefix")):
         what = f"{record['requests']:,} requests that share {record['shared_tokens']:,} tokens"
         yield f"{what}: computed / each once", f"{record['computed_over_once']:.3f}"
-    for record in each.records("throughput", "rollout"):
+    for record in done(each.records("throughput", "rollout")):
         what = f"{record['requests']:,} prompts, several samples each"
         yield f"{what}: pages / prompts stored once", f"{record['peak_over_once']:.3f}"
     for record in each.records("throughput", "squeezed", way="squeezed"):
         what = "a tenth of the pages: tokens/s / as many rows in ample ones"
         yield f"{what} (outputs that are the same)", _squeezed(record)
-    for record in each.records("throughput", "host"):
+    for record in done(each.records("throughput", "host")):
         what = f"a step of {record['running']:,} rows, ms: host's work (its planning)"
         yield what, f"{cell(record['host_ms'])} ({cell(record['plan_ms'])})"
         if record.get("idle") is not None:
@@ -296,17 +303,17 @@ def _squeezed(record: Record) -> str | None:
 
 def pages(each: ResultSet) -> Iterator[Row]:
     """What becomes of pages, and of what they hold: (what, figure)."""
-    for record in each.records("lifecycle", "reuse"):
+    for record in done(each.records("lifecycle", "reuse")):
         what = "pages of a second batch that were the first's"
         yield what, f"{record['pages_reused']} of {record['pages_second']}"
-    speeds = each.records("allocator", "speed")
+    speeds = done(each.records("allocator", "speed"))
     for load in dict.fromkeys(record["load"] for record in speeds):
         of_load = [record for record in speeds if record["load"] == load]
         sizes = f"pools of {of_load[0]['pages_total']:,} to {of_load[-1]['pages_total']:,} pages"
         rates = between(record["pages_per_s"] / 1e6 for record in of_load)
         yield f"allocator, {load}, {sizes}: M pages/s", rates
     for way in PARITY_WAYS:
-        found = each.records("parity", "parity", way=way, dtype="float32")
+        found = done(each.records("parity", "parity", way=way, dtype="float32"))
         differences = [record.get("max_difference") for record in found]
         if (largest := between(differences)) is not None:
             same = sum(record["parted"] == 0 for record in found)

@@ -115,6 +115,9 @@ THROUGHPUT = [
         "tpot_p99_ms": 6.0,
         "goodput_share": 0.99,
     },
+    {"section": "throughput", "failure": "RuntimeError: as a whole"},
+    {"section": "rollout", "failure": "RuntimeError: why"},
+    {"section": "host", "running": 9, "failure": "RuntimeError: why"},
     {"section": "arrivals", "workload": "none", "way": "engine", "load_percent": 50},
     {"section": "first-token", "when": "again", "first_token_s": 0.16},
     {
@@ -135,7 +138,10 @@ THROUGHPUT = [
     {"section": "host", "running": 1024, "host_ms": 0.87, "plan_ms": 0.038, "idle": 0.01},
     {"section": "host", "running": 8, "host_ms": 60.0, "plan_ms": 0.05, "idle": None},
 ]
-LIFECYCLE = [{"section": "reuse", "pages_reused": 85, "pages_second": 85}]
+LIFECYCLE = [
+    {"section": "reuse", "pages_reused": 85, "pages_second": 85},
+    {"section": "reuse", "failure": "RuntimeError: why"},
+]
 ALLOCATOR = [
     {"section": "speed", "load": "at once", "pages_total": size, "pages_per_s": rate}
     for size, rate in ((512, 4.5e6), (10**7, 4.25e6))
@@ -155,6 +161,9 @@ PARITY = [
         ("tiny-llama", "float16", 1.0, 1),
     )
 ]
+PARITY.append(
+    {"section": "parity", "way": "paged", "dtype": "float32", "failure": "RuntimeError: why"}
+)
 KERNELS = [
     {
         "section": "decode summary",

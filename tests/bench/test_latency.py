@@ -10,6 +10,7 @@ import pytest
 import torch
 from rich.console import Console
 from tests.bench.conftest import CPU, only
+from tests.hf.tiny_models import tiny as tiny_model
 
 from pageforge import ops
 from pageforge.bench import caches, ceilings, latency, steps
@@ -240,6 +241,16 @@ def test_a_compiled_stub_keeps_what_makes_k_and_v(model) -> None:
         torch.compile(stub, backend=count)(torch.tensor([[5]]), use_cache=False)
     linears = [part for part in model.modules() if isinstance(part, torch.nn.Linear)]
     assert len(products) == len(linears)
+
+
+def test_the_stub_of_a_model_whose_v_is_narrower_than_its_q() -> None:
+    stub = caches.without_attention(tiny_model("deepseek_v3"))
+    tokens = torch.tensor([[5, 6]])
+    with torch.no_grad():
+        assert stub(tokens, use_cache=False).logits.shape[:2] == (1, 2)
+        torch.compiler.reset()
+        compiled = torch.compile(stub, backend="eager")
+        assert compiled(tokens, use_cache=False).logits.shape[:2] == (1, 2)
 
 
 @pytest.mark.parametrize("name", ["smollm2", "qwen3-0.6b", "llama-8b", "gpt2"])

@@ -80,9 +80,10 @@ def plan(
     pages: Pages | None = None,
     *,
     budget: int = 64,
+    step: int = 0,
 ) -> Plan:
     waiting, pages = waiting or [], pages or Pages()
-    return scheduler.plan(rows, waiting, Limits(len(rows), budget, P), pages)
+    return scheduler.plan(rows, waiting, Limits(len(rows), budget, P), pages, step)
 
 
 def counts(found: Plan) -> list[int]:
@@ -141,8 +142,19 @@ def test_the_first_that_wait_begin_in_free_rows() -> None:
     assert begins(plan(rows, waiting)) == [(3, 1, 5), (4, 3, 7)]
 
 
+def full_but(free: int, *, waiting: int, **options: Any) -> tuple[Rows, list[Sequence]]:
+    """64 rows, so many of them free, and so many prompts that wait."""
+    rows = running(*((rank, 6, 5, 8) for rank in range(64 - free)), max_running=64)
+    return rows, [sequence(100 + i, 5, first=50 * i, **options) for i in range(waiting)]
+
+
+def begin(rows: Rows, waiting: list[Sequence], step: int = 1) -> list[int]:
+    found = plan(rows, waiting, Pages(free=1000), budget=1000, step=step)
+    return [each.sequence.rank for each in found.admitted]
+
+
 @pytest.mark.parametrize(
-    ("free", "waiting", "begin"),
+    ("free", "waiting", "count"),
     [
         (1, 1, 1),  # nobody is kept waiting for others who do not exist
         (1, 2, 0),
@@ -154,19 +166,48 @@ def test_the_first_that_wait_begin_in_free_rows() -> None:
     ],
 )
 def test_where_more_wait_than_rows_are_free_several_begin_together(
-    free: int, waiting: int, begin: int
+    free: int, waiting: int, count: int
 ) -> None:
-    rows = running(*((rank, 6, 5, 8) for rank in range(64 - free)), max_running=64)
-    behind = [sequence(100 + i, 5, first=50 * i) for i in range(waiting)]
-    found = plan(rows, behind, Pages(free=1000), budget=1000)
-    assert [each.sequence.rank for each in found.admitted] == [100 + i for i in range(begin)]
-    assert int(found.counts.sum()) == 64 - free
+    rows, behind = full_but(free, waiting=waiting)
+    assert begin(rows, behind) == [100 + i for i in range(count)]
+    assert counts(plan(rows, behind, Pages(free=1000), budget=1000, step=1)) == [1] * (64 - free)
+
+
+def test_but_not_for_long() -> None:
+    rows, behind = full_but(1, waiting=9)
+    begun = [step for step in range(64) if begin(rows, behind, step)]
+    assert begun == [0, 16, 32, 48]
+
+
+def test_children_of_a_prompt_that_waits_keep_nobody_waiting() -> None:
+    rows, (parent,) = full_but(1, waiting=1)
+    _, children = full_but(1, waiting=7)
+    for child in children:
+        child.parent = parent
+    assert begin(rows, [parent, *children]) == [100]
+
+
+def test_who_has_one_token_to_compute_is_not_kept_waiting() -> None:
+    """It may have been swapped, or be the child of a prompt: its step has no prompt in it."""
+    rows, behind = full_but(1, waiting=9)
+    for each in behind[:3]:
+        each.num_computed = each.goal - 1
+        each.table = Table(8)  # type: ignore[assignment]
+    assert begin(rows, behind) == [100]
+    assert begin(rows, behind[1:] + behind[:1]) == [101]
+    assert begin(rows, behind[3:] + behind[:3]) == []
+
+
+def test_where_a_prompt_is_computed_anyway_nobody_is_kept_waiting() -> None:
+    rows, behind = full_but(1, waiting=9)
+    rows.length[5], rows.room[5] = 9, 12
+    assert begin(rows, behind) == [100]
 
 
 def test_with_few_rows_each_is_taken_at_once() -> None:
     rows = running(*((rank, 6, 5, 8) for rank in range(30)), max_running=31)
-    behind = [sequence(100 + i, 5, first=50 * i) for i in range(9)]
-    assert len(plan(rows, behind, Pages(free=1000), budget=1000).admitted) == 1
+    _, behind = full_but(1, waiting=9)
+    assert begin(rows, behind) == [100]
 
 
 def test_nobody_waits_for_rows_that_only_an_end_would_free() -> None:
@@ -174,7 +215,8 @@ def test_nobody_waits_for_rows_that_only_an_end_would_free() -> None:
     for most in range(1, 200):
         behind = [sequence(i, 5, first=50 * i) for i in range(most + 1)]
         limits = Limits(most, 10**6, P)
-        assert len(scheduler.plan(Rows(200), behind, limits, Pages(free=10**4)).admitted) == most
+        found = scheduler.plan(Rows(200), behind, limits, Pages(free=10**4), step=1)
+        assert len(found.admitted) == most
 
 
 def test_what_a_step_has_left_is_shared_out_in_order() -> None:

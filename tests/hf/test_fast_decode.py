@@ -23,6 +23,7 @@ from transformers import (
     DynamicCache,
     Gemma3Config,
     LlamaConfig,
+    LlamaForCausalLM,
     LlamaForSequenceClassification,
     MambaConfig,
     PreTrainedModel,
@@ -1412,15 +1413,64 @@ def test_outputs_that_agree(lowest: float) -> None:
     assert not agree(output(seen), output(logits), 2)
 
 
-@pytest.mark.parametrize(("dtype", "off"), [(torch.bfloat16, 0.053), (torch.float16, 0.02)])
-def test_roundings_of_many_layers_add_up(dtype: torch.dtype, off: float) -> None:
-    """The first is what a compiled step of Llama 3.1 8B's shape was off by on an H200."""
+def output_of(logits: Tensor) -> CausalLMOutputWithPast:
+    return CausalLMOutputWithPast(logits=logits)
+
+
+def test_roundings_of_many_layers_add_up() -> None:
     torch.manual_seed(0)
-    logits = torch.randn(3, 1, 4000).to(dtype)
-    noise = torch.randn(3, 1, 4000)
+    logits, noise = torch.randn(2, 3, 1, 4000)
 
-    def output(share: float) -> CausalLMOutputWithPast:
-        return CausalLMOutputWithPast(logits=(logits + share * noise).to(dtype))
+    def agrees(share: float, dtype: torch.dtype, num_layers: int) -> bool:
+        other = (logits + share * noise).to(dtype)
+        return agree(output_of(other), output_of(logits.to(dtype)), num_layers)
 
-    assert agree(output(off), output(0), 32)
-    assert not agree(output(0.4), output(0), 32)
+    assert agrees(0.08, torch.bfloat16, 32) and not agrees(0.15, torch.bfloat16, 32)
+    assert agrees(0.045, torch.bfloat16, 2) and not agrees(0.06, torch.bfloat16, 2)
+    assert agrees(0.045, torch.float16, 32) and not agrees(0.06, torch.float16, 32)
+    assert not agrees(0.01, torch.float32, 80)
+
+
+def test_what_all_logits_have_in_common_does_not_count() -> None:
+    logits = torch.randn(3, 1, 400)
+    logits[:, :, :9] = -torch.inf
+    assert agree(output_of(logits + 7), output_of(logits), 2)
+    assert agree(output_of(logits), output_of(logits + 7), 2)
+    # Nor does it hide what differs: that is held against what is left.
+    wrong = logits + 100
+    wrong[1, :, 9:] += torch.randn(391)
+    assert not agree(output_of(wrong), output_of(logits + 100), 2)
+
+
+@pytest.mark.parametrize("fault", ["lost", "other", "zeroed", "moved"])
+def test_faults_of_a_deep_model_in_half_precision_are_seen(fault: str) -> None:
+    """Which is as far from itself in float32 as roundings explain."""
+    torch.manual_seed(1)
+    config = LlamaConfig(
+        vocab_size=400,
+        hidden_size=128,
+        intermediate_size=256,
+        num_hidden_layers=32,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        initializer_range=0.113,  # over as few dims what 0.02 is over Llama 3.1 8B's 4,096
+    )
+    model = LlamaForCausalLM(config).eval().bfloat16().float()
+    tokens, positions = torch.randint(400, (3, 25)), torch.arange(25)[None]
+    with torch.no_grad():
+        exact = model(tokens).logits[:, -1:]
+        half = model.bfloat16()
+        right = half(tokens).logits[:, -1:]
+        if fault == "lost":
+            keep = [*range(23), 24]
+            tokens, positions = tokens[:, keep], positions[:, keep]
+        elif fault == "other":
+            tokens[1, 22] = (tokens[1, 22] + 1) % 400
+        elif fault == "moved":
+            positions = positions * 2
+        mask = torch.ones_like(tokens)
+        if fault == "zeroed":
+            mask[:, 8:16] = 0
+        wrong = half(tokens, position_ids=positions, attention_mask=mask).logits[:, -1:]
+    assert agree(output_of(exact.bfloat16()), output_of(right), 32)
+    assert not agree(output_of(wrong), output_of(right), 32)

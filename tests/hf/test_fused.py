@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+import signal
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
-from transformers.activations import ACT2FN
+from transformers.activations import ACT2FN, FastGELUActivation, NewGELUActivation
 from transformers.models.cohere.modeling_cohere import CohereLayerNorm
 from transformers.models.gemma2.modeling_gemma2 import Gemma2RMSNorm
 from transformers.models.gpt_oss.modeling_gpt_oss import GptOssRMSNorm
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
 
+from pageforge.hf import fused as fused_module
 from pageforge.hf.fused import fused
 
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
@@ -45,16 +48,68 @@ class GatedNorm(nn.Module):
         return rows if gate is None else rows * gate
 
 
-class OutsideNorm(nn.Module):
-    """Adds epsilon to the root and not under it."""
+class Norm(nn.Module):
+    """An RMSNorm, written another way; those below are none."""
 
-    def __init__(self, dim: int):
+    def __init__(self, dim: int = 24, eps: float = 1e-6):
         super().__init__()
         self.weight = nn.Parameter(torch.ones(dim))
+        self.eps = eps
+
+    def forward(self, x: Tensor) -> Tensor:
+        size = torch.linalg.vector_norm(x.float(), dim=-1, keepdim=True) / x.shape[-1] ** 0.5
+        return x / (size**2 + self.eps).sqrt().to(x.dtype) * self.weight
+
+
+class OutsideNorm(Norm):
+    """Adds epsilon to the root and not under it."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.weight * x / (x.pow(2).mean(-1, keepdim=True).sqrt() + self.eps)
+
+
+class ClampedNorm(Norm):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x).clamp(-2.5, 2.5)
+
+
+class OtherDimNorm(Norm):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.weight * x * (x.pow(2).mean(-2, keepdim=True) + self.eps).rsqrt()
+
+
+class InPlaceNorm(Norm):
+    def forward(self, x: Tensor) -> Tensor:
+        return x.mul_((x.pow(2).mean(-1, keepdim=True) + self.eps).rsqrt()).mul_(self.weight)
+
+
+class BufferNorm(Norm):
+    """Has a weight that is no parameter, as FalconMamba's."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        del self.weight
+        self.register_buffer("weight", torch.ones(24))
+
+
+class HeadNorm(Norm):
+    """Of each head of `[.., H * D]`."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x.unflatten(-1, (-1, len(self.weight)))).flatten(-2)
+
+
+class Float8Weight(nn.Module):
+    """With a weight that few ops take."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        weight = torch.ones(24).to(torch.float8_e4m3fn)
+        self.weight = nn.Parameter(weight, requires_grad=False)
         self.eps = 1e-6
 
-    def forward(self, rows: Tensor) -> Tensor:
-        return self.weight * rows / (rows.pow(2).mean(-1, keepdim=True).sqrt() + self.eps)
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.weight.to(x.dtype)
 
 
 def with_weight(norm: nn.Module, dtype: torch.dtype) -> nn.Module:
@@ -101,7 +156,14 @@ def test_activations(name: str, dtype: torch.dtype) -> None:
     [
         Gemma2RMSNorm(24),  # multiplies by 1 + weight
         CohereLayerNorm(24),  # subtracts the mean
-        OutsideNorm(24),
+        OutsideNorm(),
+        OutsideNorm(eps=1e-12),
+        ClampedNorm(),
+        OtherDimNorm(),
+        InPlaceNorm(),
+        BufferNorm(),
+        Float8Weight(),
+        Norm().to("meta"),
         GatedNorm(24),
         nn.LayerNorm(24),
         nn.Linear(24, 24, bias=False),
@@ -111,10 +173,36 @@ def test_activations(name: str, dtype: torch.dtype) -> None:
     ids=lambda module: type(module).__name__,
 )
 def test_what_is_another_function_is_left_alone(module: nn.Module) -> None:
-    if hasattr(module, "weight") and module.weight.dim() == 1:
-        module = with_weight(module, torch.float32)
     with fused(nn.Sequential(module)):
         assert "forward" not in vars(module)
+
+
+def test_large_weights_in_half_precision_are_no_disguise() -> None:
+    """Whether they are w or 1 + w could not be told from their own results."""
+    norm = Gemma2RMSNorm(64)
+    nn.init.uniform_(norm.weight, 17, 60)
+    with fused(nn.Sequential(norm.bfloat16())):
+        assert "forward" not in vars(norm)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("eps", [1e-12, 1e-8, 1e-5])
+def test_what_it_is_called_and_its_weights_do_not_matter(eps: float, dtype: torch.dtype) -> None:
+    norm = Norm(64, eps).to(dtype)
+    nn.init.zeros_(norm.weight)
+    with fused(nn.Sequential(norm)):
+        assert "forward" in vars(norm)
+
+
+def test_however_it_is_called() -> None:
+    norm, heads = Norm(), HeadNorm()
+    rows, wide = torch.randn(3, 24), torch.randn(3, 48)
+    want, of_heads = norm(rows), heads(wide)
+    with fused(nn.Sequential(norm, heads)):
+        assert "forward" in vars(norm) and "forward" in vars(heads)
+        torch.testing.assert_close(norm(x=rows), want)
+        torch.testing.assert_close(norm(rows), want)
+        torch.testing.assert_close(heads(wide), of_heads)
 
 
 def test_a_norm_in_another_dtype_does_as_ever() -> None:
@@ -147,6 +235,53 @@ def test_a_class_whose_forward_was_replaced_is_tried_anew(monkeypatch: pytest.Mo
     norm, rows = LlamaRMSNorm(24), torch.randn(3, 24)
     with fused(nn.Sequential(norm)):
         assert torch.equal(norm(rows), 2 * rows)
+
+
+@pytest.mark.parametrize("kind", [NewGELUActivation, FastGELUActivation])
+def test_so_is_that_of_a_gelu(kind: type[nn.Module], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kind, "forward", lambda self, rows: rows.relu())
+    gelu, rows = kind(), torch.randn(3, 24)
+    with fused(nn.Sequential(gelu)):
+        assert torch.equal(gelu(rows), rows.relu())
+
+
+def test_what_others_put_in_place_meanwhile_is_theirs() -> None:
+    norms = [LlamaRMSNorm(24) for _ in range(3)]
+    with fused(nn.Sequential(*norms)):
+        del norms[0].forward
+        norms[1].forward = own = lambda rows: rows
+    assert norms[1].forward is own
+    assert all("forward" not in vars(norm) for norm in (norms[0], norms[2]))
+
+
+def test_threads_take_turns() -> None:
+    model = nn.Sequential(*(LlamaRMSNorm(24) for _ in range(20)))
+    rows = torch.randn(3, 24)
+    want = model(rows)
+
+    def enter(_: int) -> None:
+        with fused(model):
+            torch.testing.assert_close(model(rows), want)
+
+    with ThreadPoolExecutor(4) as threads:
+        list(threads.map(enter, range(40)))
+    assert all("forward" not in vars(norm) for norm in model)
+
+
+def test_an_interrupt_leaves_nothing_behind(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = nn.Sequential(*(LlamaRMSNorm(24) for _ in range(5)))
+    recognise, left = fused_module._fused_forward, [3]
+
+    def pressing(module: nn.Module) -> Any:
+        left[0] -= 1
+        if not left[0]:
+            signal.raise_signal(signal.SIGINT)
+        return recognise(module)
+
+    monkeypatch.setattr(fused_module, "_fused_forward", pressing)
+    with pytest.raises(KeyboardInterrupt), fused(model):
+        pytest.fail("the block is not begun")
+    assert all("forward" not in vars(norm) for norm in model)
 
 
 def test_the_model_is_left_as_it_was_after_an_error() -> None:

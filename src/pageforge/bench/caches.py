@@ -180,7 +180,7 @@ def fast_compiled(setting: Setting) -> Iterator[Start]:
 
 
 def without_attention(model: PreTrainedModel) -> PreTrainedModel:
-    """A twin whose attention returns its queries and which keeps no K/V."""
+    """A twin whose attention returns its queries (as wide as V), and which keeps no K/V."""
     AttentionInterface.register(NO_ATTENTION, _no_attention)
     AttentionMaskInterface.register(NO_ATTENTION, _no_mask)
     other = twin(model)
@@ -193,23 +193,23 @@ def _no_attention(
 ) -> tuple[Tensor, None]:
     if torch.compiler.is_compiling():  # else what makes K and V would be left out as well
         return no_attention(query, key, value), None
-    return query.transpose(1, 2), None
+    return query[..., : value.shape[-1]].transpose(1, 2), None
 
 
 @torch.library.custom_op("pageforge_bench::no_attention", mutates_args=())
 def no_attention(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-    """`[B, S, Hq, D]` of whatever the memory holds, for queries `[B, Hq, S, D]`: no kernel runs."""
-    return _room_for(query)
+    """`[B, S, Hq, Dv]` of whatever the memory holds, for `[B, Hq, S, Dk]`: no kernel runs."""
+    return _room_for(query, value)
 
 
 @no_attention.register_fake
 def _(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-    return _room_for(query)
+    return _room_for(query, value)
 
 
-def _room_for(query: Tensor) -> Tensor:
-    batch, heads, count, dim = query.shape
-    return query.new_empty(batch, count, heads, dim)
+def _room_for(query: Tensor, value: Tensor) -> Tensor:
+    batch, heads, count, _ = query.shape
+    return query.new_empty(batch, count, heads, value.shape[-1])
 
 
 def _no_mask(*args: Any, **kwargs: Any) -> None:

@@ -245,7 +245,7 @@ class Core:
             limits = self._limits
             if self._most_running < limits.max_running:
                 limits = replace(limits, max_running=self._most_running)
-            found = plan(self.rows, self.waiting, limits, self._pages)
+            found = plan(self.rows, self.waiting, limits, self._pages, self.num_steps)
             for sequence in found.dropped:
                 self._release(sequence)
             for sequence in found.preempted:

@@ -13,7 +13,7 @@ from pageforge.engine.runner import Runner
 from pageforge.engine.sequence import Rows, Sequence
 from pageforge.errors import UnsupportedModel
 from pageforge.geometry import pages_for
-from pageforge.hf.decode_step import agreement
+from pageforge.hf.decode_step import allowed_error, relative_errors
 from pageforge.hf.fast_decode import MAX_TOKENS
 from pageforge.pool import PagePool
 from pageforge.probe import learned_positions, moving_rope
@@ -95,12 +95,12 @@ def try_model(model: PreTrainedModel, pool: PagePool, runner: Runner, max_tokens
         for row, prompt in enumerate(prompts):
             tokens = torch.tensor([prompt], device=runner.last_tokens.device)
             alone = model(input_ids=tokens, use_cache=False).logits[0, -1]
-            error = (together[row].float() - alone.float()).norm()
-            allowed = agreement(alone.dtype, pool.geometry.num_layers) * alone.float().norm()
+            error = float(relative_errors(together[row, None], alone[None], centred=True))
+            allowed = allowed_error(alone.dtype, pool.geometry.num_layers)
             if not error <= allowed:
                 raise UnsupportedModel(
-                    f"the logits of a sequence alone and beside another differ by {error:.3g}; "
-                    f"roundings explain {allowed:.3g}"
+                    f"the logits of a sequence alone and beside another differ by {error:.1%}; "
+                    f"roundings explain {allowed:.1%}"
                 )
     except torch.OutOfMemoryError:
         raise

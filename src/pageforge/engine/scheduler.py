@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from itertools import islice
 from typing import Protocol
 
 import numpy as np
@@ -20,10 +21,13 @@ from pageforge.memory import PageTable
 from pageforge.memory.prefix import Prefix
 
 TOGETHER = 32
-"""Where more sequences wait than rows are free, they begin when one row in so many is free, several
+"""Where more prompts wait than rows are free, they begin when one row in so many is free, several
 in one step: each step with a prompt in it costs something beside the prompt's tokens. (Llama 3.1
 8B's shape on an H200: 200 rows decode in 13.0 ms, and with a prompt of 200 tokens in 19.8, which in
-a step full of prompts takes 4.8. The rows that stand idle meanwhile are one in 64.)"""
+a step full of prompts takes 4.8.)"""
+
+PATIENCE = 16
+"""Steps in which nobody begins for that reason, at most: rows must not stand idle for long."""
 
 
 @dataclass(frozen=True)
@@ -76,14 +80,14 @@ class Plan:
     """A sequence that cannot go on though nobody is left to give up pages for it."""
 
 
-def plan(rows: Rows, waiting: list[Sequence], limits: Limits, pages: Pages) -> Plan:
-    """The next step.
+def plan(rows: Rows, waiting: list[Sequence], limits: Limits, pages: Pages, step: int = 0) -> Plan:
+    """The next step, which is number `step`.
 
     Tokens of a step are shared out to rows that lack one (they decode) first, then by rank. Where
     pages run out, waiting sequences drop theirs, then the youngest running ones are preempted: the
     oldest goes on in any case, so there is no livelock. Then waiting sequences are admitted in
-    their order (which is by rank), several at a time (see TOGETHER), as long as there are rows,
-    tokens, and pages for all that they know and for a page more of everyone who runs.
+    their order (which is by rank), prompts several at a time (see TOGETHER), as long as there are
+    rows, tokens, and pages for all that they know and for a page more of everyone who runs.
     """
     counts = _share(rows, np.minimum(rows.wanted, rows.step_tokens), limits.max_batch_tokens)
     short = rows.computed + counts > rows.room
@@ -94,7 +98,10 @@ def plan(rows: Rows, waiting: list[Sequence], limits: Limits, pages: Pages) -> P
     room = pages.available() - int(needed.sum())
     if room < 0:
         return _make_room(rows, waiting, needed, -room, pages)
-    admitted = list(_admit(rows, waiting, counts, room, limits, pages)) if waiting else []
+    admitted: list[Admission] = []
+    if waiting:
+        holds_back = step % PATIENCE != 0 and _holds_back(rows, waiting, counts, limits)
+        admitted = list(_admit(rows, waiting, counts, room, limits, pages, holds_back))
     # Where nobody runs and nobody can begin, those that wait are in each other's way.
     is_blocked = waiting and not admitted and not rows.num_running
     holders = [each for each in waiting if each.table is not None] if is_blocked else []
@@ -162,11 +169,12 @@ def _admit(
     room: int,
     limits: Limits,
     pages: Pages,
+    holds_back: bool,
 ) -> Iterator[Admission]:
     """Who begins to run: the first of those that wait, as far as everything suffices.
 
-    `room`: pages left over by those who run. What these know but have not computed yet, as only a
-    part of it fits a step, has its pages promised.
+    `holds_back`: no prompt. `room`: pages left over by those who run. What these know but have not
+    computed yet, as only a part of it fits a step, has its pages promised.
     """
     size = limits.page_size
     running = rows.rank != EMPTY
@@ -175,9 +183,6 @@ def _admit(
     promised -= int(pages_lacking(rows, rows.computed + counts, size).sum())
     room -= promised
     num_running = rows.num_running
-    num_free = limits.max_running - num_running
-    if num_free < min(len(waiting), limits.max_running // TOGETHER):
-        return
     free_rows = iter([row for row, taken in enumerate(rows.sequences) if taken is None])
     budget = limits.max_batch_tokens - int(counts.sum())
     computing = _first_uncomputed_pages(rows, counts, size)
@@ -186,6 +191,8 @@ def _admit(
             return
         if sequence.parent is not None:
             continue
+        if holds_back and _has_prompt(sequence):
+            return
         prefix, done, held = None, sequence.num_computed, 0
         if sequence.table is not None:
             held = done // size  # whole pages are shared; of the last one it gets its own
@@ -204,6 +211,26 @@ def _admit(
         room -= fresh
         budget -= num_tokens
         num_running += 1
+
+
+def _holds_back(
+    rows: Rows, waiting: list[Sequence], counts: npt.NDArray[np.int32], limits: Limits
+) -> bool:
+    """Whether no prompt begins yet, though rows are free: with others it will, in one step.
+
+    In a step that computes a part of a prompt anyway there is nothing to gain.
+    """
+    num_free = limits.max_running - rows.num_running
+    together = limits.max_running // TOGETHER
+    if num_free >= together or bool((counts > 1).any()):
+        return False
+    prompts = (sequence for sequence in waiting if _has_prompt(sequence))
+    return sum(1 for _ in islice(prompts, together)) > num_free
+
+
+def _has_prompt(sequence: Sequence) -> bool:
+    """Whether it could begin, with more than one token to compute."""
+    return sequence.parent is None and sequence.goal - sequence.num_computed > 1
 
 
 def _first_uncomputed_pages(
