@@ -25,8 +25,8 @@ from pageforge.engine.outputs import FinishReason
 from pageforge.engine.runner import Runner
 from pageforge.engine.sampler import Sampler
 from pageforge.engine.scheduler import Admission, Limits, pages_lacking, plan
-from pageforge.engine.sequence import Rows, Sequence
-from pageforge.engine.step import NO_TOKEN, Step
+from pageforge.engine.sequence import NO_TOKEN, Rows, Sequence
+from pageforge.engine.step import Step
 from pageforge.engine.swap_space import SwapSpace
 from pageforge.errors import OutOfPages, PageForgeError
 from pageforge.geometry import ceil_div, pages_for
@@ -141,10 +141,6 @@ class Core:
         self._kept: list[Any] = []
         self._parents: list[Sequence] = []
         self._has_windows = any(group.shape.window for group in pool.geometry.groups)
-        size = limits.max_running
-        self._stop_ids = np.full((size, 1), NO_TOKEN, np.int64)
-        self._seeds = np.zeros(size, np.uint64)
-        self._is_watched = np.zeros(size, np.bool_)
         self._is_torn = False  # the last step was interrupted
         self._may_compact = False  # a row has become free since it was last tried
         self._needs_host: set[int] = set()  # rows whose next token depends on the last one's value
@@ -315,18 +311,8 @@ class Core:
             sequence.num_cached = prefix.num_tokens
 
     def _describe(self, sequence: Sequence) -> None:
-        """What the sampler, and whoever looks at its tokens, must know of a row."""
+        """What the sampler must know of a row, and whoever plans its steps."""
         row, params = sequence.row, sequence.params
-        stop_ids = sequence.stop_ids
-        missing = len(stop_ids) - self._stop_ids.shape[1]
-        if missing > 0:
-            self._stop_ids = np.pad(
-                self._stop_ids, ((0, 0), (0, missing)), constant_values=NO_TOKEN
-            )
-        self._stop_ids[row] = NO_TOKEN
-        self._stop_ids[row, : len(stop_ids)] = stop_ids
-        self._seeds[row] = sequence.seed
-        self._is_watched[row] = sequence.is_watched
         if params.needs_host:
             self._needs_host.add(row)
         if params.prompt_logprobs is not None:
@@ -336,7 +322,7 @@ class Core:
             params,
             prompt_tokens=sequence.tokens[: sequence.num_prompt],
             output_tokens=sequence.tokens[sequence.num_prompt :],
-            eos_ids=stop_ids,
+            eos_ids=sequence.stop_ids,
         )
 
     def _grow(self, counts: npt.NDArray[np.int32]) -> None:
@@ -386,12 +372,8 @@ class Core:
     def _publish(self, sequence: Sequence, num_tokens: int) -> None:
         """Let others find the pages of its first `num_tokens` tokens, which are known."""
         if sequence.shares and sequence.cursors:
-            tokens = self._tokens(sequence)[:num_tokens]
+            tokens = self.rows.tokens_of(sequence)[:num_tokens]
             self.pool.publish_prefix(sequence.pages, tokens.tolist(), sequence.cursors)
-
-    def _tokens(self, sequence: Sequence) -> npt.NDArray[np.int32]:
-        row = sequence.row
-        return sequence.tokens if row < 0 else self.rows.tokens[row, : self.rows.length[row]]
 
     def _launch(self, counts: npt.NDArray[np.int32]) -> Flight | None:
         """Run the step on the device, and account for it."""
@@ -465,9 +447,9 @@ class Core:
         num_generated = (rows.length + rows.pending - rows.prompt)[chosen].astype(np.int64)
         uniform = torch.empty(0)
         if self._sampler.draws(chosen):
-            uniform = to_device(uniforms(self._seeds[chosen], num_generated), logits.device)
+            uniform = to_device(uniforms(rows.seed[chosen], num_generated), logits.device)
         lines = _lines(logits, step.places)
-        sampled = self._sampler.sample(lines, chosen, uniform, num_generated, self._generated)
+        sampled = self._sampler.sample(lines, chosen, uniform, num_generated, rows.generated)
         flight.errors = sampled.errors
         if sampled.logprobs is not None:
             flight.logprobs = sampled.logprobs.to_host()
@@ -485,12 +467,6 @@ class Core:
         k = self.rows.at(row).params.prompt_logprobs
         assert k is not None
         return token_logprobs(logits, to_device(wanted, logits.device), k)
-
-    def _generated(self, row: int) -> list[int]:
-        tokens: list[int] = self.rows.tokens[
-            row, self.rows.prompt[row] : self.rows.length[row]
-        ].tolist()
-        return tokens
 
     def _fork(self) -> None:
         """Let those who wait for a prompt share its pages, once they are computed or launched."""
@@ -535,10 +511,10 @@ class Core:
         is_current = self.rows.epoch[flight.rows] == flight.epochs
         rows, found = flight.rows[is_current], tokens[is_current]
         lengths = self.rows.length[rows]
-        stops = (found[:, None] == self._stop_ids[rows]).any(1) | (found == NO_TOKEN)
+        stops = (found[:, None] == self.rows.stop_ids[rows]).any(1) | (found == NO_TOKEN)
         is_last = lengths == self.rows.most_computed[rows]  # all but this one
         is_first = lengths == self.rows.prompt[rows]
-        matters = stops | is_first | is_last | self._is_watched[rows]
+        matters = stops | is_first | is_last | self.rows.is_watched[rows]
         others = np.flatnonzero(~is_current).tolist()  # moved to another row, or lost their own
         places = np.flatnonzero(is_current)[matters].tolist() + others
         arrived = [(flight, place) for place in places]
@@ -586,7 +562,7 @@ class Core:
             if error is None:
                 self.pool.drop_prefix_cache()  # its K/V may make no sense either
             return "error", error or PageForgeError(NO_SENSE)
-        num_tokens = len(self._tokens(sequence))
+        num_tokens = len(self.rows.tokens_of(sequence))
         if num_tokens == sequence.num_prompt + 1:
             self._listener.on_first_token(sequence)
         if sequence.is_watched:
@@ -642,9 +618,6 @@ class Core:
             self.runner.move_row(source, target)
             self._sampler.move_row(source, target)
             rows.move(source, target)
-            for column in (self._stop_ids, self._seeds, self._is_watched):
-                column[target] = column[source]
-            self._is_watched[source] = False
             for members in (self._needs_host, self._wants_prompt):
                 if source in members:
                     members.remove(source)
@@ -657,7 +630,6 @@ class Core:
         self.rows.take(sequence)
         self._sampler.clear_row(row)
         self._may_compact = True
-        self._is_watched[row] = False
         self._needs_host.discard(row)
         self._wants_prompt.discard(row)
 
