@@ -9,18 +9,15 @@ from __future__ import annotations
 
 import bisect
 from collections import deque
-from dataclasses import dataclass, field, replace
-from typing import Any, Protocol
+from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-import torch
-from torch import Tensor
 from transformers.utils import logging
 
-from pageforge.batch import to_device
-from pageforge.engine.draw import uniforms
-from pageforge.engine.logprobs import Logprobs, token_logprobs
+from pageforge.engine.flight import Flight, HostTokens, lines_at, sample
+from pageforge.engine.listener import End, Listener
 from pageforge.engine.outputs import FinishReason
 from pageforge.engine.runner import Runner
 from pageforge.engine.sampler import Sampler
@@ -47,63 +44,12 @@ MANY = 32
 MAPPED_AHEAD = 2 * GROWN_AHEAD
 """Tokens for whose pages there is memory before they are claimed."""
 
-NO_TOKENS = torch.empty(0, dtype=torch.int64)
-
-End = tuple[FinishReason, Any]
-"""Why a sequence ends, and its cause: the stop id or string, or the exception."""
-
 Ending = tuple[Sequence, FinishReason, Any]
-"""A sequence that is to end, and the same of it."""
+"""A sequence that is to end, why, and the cause (see End)."""
 
-
-class Listener(Protocol):
-    """Whose sequences these are: told of what becomes of them.
-
-    What it does with tokens and ends may take long. If it is interrupted there (by Ctrl-C, say),
-    the next step tells it the same once more.
-    """
-
-    def on_scheduled(self, sequence: Sequence) -> None:
-        """It begins to run, or to run again."""
-
-    def on_first_token(self, sequence: Sequence) -> None:
-        """Its first token has come."""
-
-    def on_token(self, sequence: Sequence, token: int, flight: Flight, place: int) -> End | None:
-        """A new token of a sequence that is watched. Whether the sequence ends with it."""
-
-    def on_prompt_logprobs(self, sequence: Sequence, first: int, logprobs: Logprobs) -> None:
-        """Log-probabilities of prompt tokens from position `first` on."""
-
-    def on_finish(self, sequence: Sequence, reason: FinishReason, cause: Any) -> None:
-        """It ends; its tokens are in `sequence.tokens`."""
-
-
-@dataclass
-class Flight:
-    """A step that was launched and not looked at yet: what it samples, and for whom.
-
-    `rows [R]`: the sampled ones, with their `epochs` when it was launched. `tokens [R or more]`:
-    int64 on the host, NO_TOKEN where logits made no sense, complete once `done` has come.
-    """
-
-    sequences: list[Sequence | None]  # of all rows then
-    rows: npt.NDArray[np.int64]
-    epochs: npt.NDArray[np.int64]
-    tokens: Tensor
-    done: torch.cuda.Event | None
-    errors: dict[int, Exception] = field(default_factory=dict)  # of logits processors, by place
-    logprobs: Logprobs | None = None  # of the rows that ask, as `tokens` on the host
-    logprob_places: npt.NDArray[np.int64] | None = None  # which of `rows` those are
-    prompts: list[tuple[Sequence, int, Logprobs]] = field(default_factory=list)  # from a position
-    scored: list[Sequence] = field(default_factory=list)  # of which no token is wanted: they end
-    kept: list[Any] = field(default_factory=list)  # what must live until it is done
-
-    def at(self, place: int) -> tuple[Sequence, int]:
-        """A sampled sequence, and its token."""
-        sequence = self.sequences[self.rows[place]]
-        assert sequence is not None
-        return sequence, int(self.tokens[place])
+NO_SENSE = (
+    "logits: expected a finite one at least, got NaN or -inf alone; look at the model's weights"
+)
 
 
 class Core:
@@ -137,7 +83,7 @@ class Core:
         self._flights: deque[Flight] = deque()  # launched, the oldest first
         self._arrived: deque[tuple[Flight, int]] = deque()  # tokens that may mean something
         self._ending: deque[Ending] = deque()  # as those have said
-        self._copies: list[tuple[Tensor, torch.cuda.Event]] = []  # that are free for a flight
+        self._host_tokens = HostTokens(limits.max_running)
         self._kept: list[Any] = []
         self._parents: list[Sequence] = []
         self._has_windows = any(group.shape.window for group in pool.geometry.groups)
@@ -422,51 +368,15 @@ class Core:
     def _sample(self, step: Step) -> Flight:
         """Choose a token for each of the step's rows; the next step finds it on the device."""
         rows, chosen = self.rows, step.rows
-        flight = Flight(rows.sequences.copy(), chosen, rows.epoch[chosen], NO_TOKENS, None)
+        flight = Flight(rows.sequences.copy(), chosen, rows.epoch[chosen])
         if step.tokens is not None:
-            tokens = _lines(step.tokens, step.places)
+            tokens = lines_at(step.tokens, step.places)
         else:
-            tokens = self._sample_from(step, flight)
-        if tokens.is_cuda:
-            flight.tokens, flight.done = self._copies.pop() if self._copies else self._new_copy()
-            flight.tokens[: len(tokens)].copy_(tokens, non_blocking=True)
-            flight.done.record()
-        else:
-            flight.tokens = tokens
+            sampled = sample(step, rows, self._sampler, flight)
+            self.runner.keep_tokens(chosen, sampled.tokens)
+            tokens = sampled.tokens.masked_fill(sampled.bad, NO_TOKEN)
+        self._host_tokens.fetch(tokens, flight)
         return flight
-
-    def _new_copy(self) -> tuple[Tensor, torch.cuda.Event]:
-        """Where a step's tokens come to on the host, and the event after it."""
-        size = self._limits.max_running
-        return torch.empty(size, dtype=torch.int64, pin_memory=True), torch.cuda.Event()
-
-    def _sample_from(self, step: Step, flight: Flight) -> Tensor:
-        """The step's tokens, NO_TOKEN where logits make no sense; the rest to `flight`."""
-        rows, chosen, logits = self.rows, step.rows, step.logits
-        assert logits is not None
-        num_generated = (rows.length + rows.pending - rows.prompt)[chosen].astype(np.int64)
-        uniform = torch.empty(0)
-        if self._sampler.draws(chosen):
-            uniform = to_device(uniforms(rows.seed[chosen], num_generated), logits.device)
-        lines = _lines(logits, step.places)
-        sampled = self._sampler.sample(lines, chosen, uniform, num_generated, rows.generated)
-        flight.errors = sampled.errors
-        if sampled.logprobs is not None:
-            flight.logprobs = sampled.logprobs.to_host()
-        flight.logprob_places = sampled.logprob_indices
-        flight.prompts = [
-            (rows.at(row), first, self._prompt_logprobs(logits[start:stop], row, first).to_host())
-            for row, first, start, stop in step.spans
-        ]
-        self.runner.keep_tokens(chosen, sampled.tokens)
-        return sampled.tokens.masked_fill(sampled.bad, NO_TOKEN)
-
-    def _prompt_logprobs(self, logits: Tensor, row: int, first: int) -> Logprobs:
-        """Of the prompt tokens from position `first` on, given the logits before each."""
-        wanted = self.rows.tokens[row, first : first + len(logits)].astype(np.int64)
-        k = self.rows.at(row).params.prompt_logprobs
-        assert k is not None
-        return token_logprobs(logits, to_device(wanted, logits.device), k)
 
     def _fork(self) -> None:
         """Let those who wait for a prompt share its pages, once they are computed or launched."""
@@ -494,8 +404,7 @@ class Core:
             self._wait_for(flight)
             self._note(flight)
             self._take_arrived()
-            if flight.done is not None:
-                self._copies.append((flight.tokens, flight.done))
+            self._host_tokens.take_back(flight)
 
     def _wait_for(self, flight: Flight) -> None:
         """Have what a step gives on the host. An interrupt while it waits loses nothing."""
@@ -667,11 +576,6 @@ class Core:
         return OutOfPages(needed, self.pool.num_available, "others hold the pool's pages")
 
 
-NO_SENSE = (
-    "logits: expected a finite one at least, got NaN or -inf alone; look at the model's weights"
-)
-
-
 class _PoolPages:
     """What the scheduler asks, answered by a pool."""
 
@@ -686,14 +590,6 @@ class _PoolPages:
 
     def reclaimable(self, table: PageTable) -> int:
         return self._pool.num_reclaimable(table)
-
-
-def _lines(values: Tensor, places: npt.NDArray[np.int64]) -> Tensor:
-    """`values[places]`, which mostly are the first ones, one after the other."""
-    count = len(places)
-    if not count or places[-1] == count - 1:  # they ascend
-        return values[:count]
-    return values[to_device(places, values.device)]
 
 
 def _by_rank(sequence: Sequence) -> int:
