@@ -21,28 +21,17 @@ from pageforge.engine.listener import End, Listener
 from pageforge.engine.outputs import FinishReason
 from pageforge.engine.runner import Runner
 from pageforge.engine.sampler import Sampler
-from pageforge.engine.scheduler import Admission, Limits, pages_lacking, plan
+from pageforge.engine.scheduler import Admission, Limits, plan
 from pageforge.engine.sequence import NO_TOKEN, Rows, Sequence
+from pageforge.engine.sequence_pages import MAPPED_AHEAD, SequencePages
 from pageforge.engine.step import Step
 from pageforge.engine.swap_space import SwapSpace
 from pageforge.errors import OutOfPages, PageForgeError
-from pageforge.geometry import ceil_div, pages_for
+from pageforge.geometry import ceil_div
 from pageforge.graphs import bucket
-from pageforge.memory import PageTable
-from pageforge.memory.prefix import Prefix
 from pageforge.pool import PagePool
 
 logger = logging.get_logger(__name__)
-
-GROWN_AHEAD = 4
-"""Tokens for which rows have pages beforehand where there are plenty. It takes the host as long to
-claim those of several steps as those of one."""
-
-MANY = 32
-"""Running sequences from which on some need a page in every step or two."""
-
-MAPPED_AHEAD = 2 * GROWN_AHEAD
-"""Tokens for whose pages there is memory before they are claimed."""
 
 Ending = tuple[Sequence, FinishReason, Any]
 """A sequence that is to end, why, and the cause (see End)."""
@@ -79,14 +68,13 @@ class Core:
         self._limits = limits
         self._most_running = limits.max_running  # fewer while the device has no memory for more
         self._listener = listener
-        self._pages = _PoolPages(pool)
+        self._pages = SequencePages(pool, runner, self.rows)
         self._flights: deque[Flight] = deque()  # launched, the oldest first
         self._arrived: deque[tuple[Flight, int]] = deque()  # tokens that may mean something
         self._ending: deque[Ending] = deque()  # as those have said
         self._host_tokens = HostTokens(limits.max_running)
         self._kept: list[Any] = []
         self._parents: list[Sequence] = []
-        self._has_windows = any(group.shape.window for group in pool.geometry.groups)
         self._is_torn = False  # the last step was interrupted
         self._may_compact = False  # a row has become free since it was last tried
         self._needs_host: set[int] = set()  # rows whose next token depends on the last one's value
@@ -172,7 +160,7 @@ class Core:
         for sequence in filter(None, self.rows.sequences):
             self.rows.refresh(sequence)
             self.rows.room[sequence.row] = sequence.pages.length
-            self._set_pages(sequence, 0)
+            self._pages.show(sequence, 0)
             self._sampler.clear_row(sequence.row)
             self._describe(sequence)
         self._is_torn = False
@@ -193,20 +181,20 @@ class Core:
             for sequence in found.preempted:
                 self._run_out(sequence)
             if found.stuck is not None:
-                self.finish(found.stuck, "error", self._out_of_pages(found.stuck))
+                self.finish(found.stuck, "error", self._pages.shortage(found.stuck))
             elif not (found.dropped or found.preempted):
                 counts = found.counts.copy()
                 try:
                     self._admit_all(found.admitted, counts)
-                    self._grow(counts)
-                    self._publish_prompts(counts)
+                    self._pages.grow(counts)
+                    self._pages.publish_prompts(counts)
                     return counts
                 except OutOfPages as error:  # the device itself has no memory left
                     self._yield_memory(error)
 
     def _admit_all(self, admitted: list[Admission], counts: npt.NDArray[np.int32]) -> None:
         """Admit sequences; set their `counts`. Raises OutOfPages where nobody else runs."""
-        self.pool.map_ahead(sum(map(self._lacking, admitted)))
+        self.pool.map_ahead(sum(map(self._pages.lacking, admitted)))
         # Swapped ones last: they claim pages, for which known ones may go that others begin with.
         for admission in sorted(admitted, key=lambda each: each.sequence.swapped is not None):
             try:
@@ -219,14 +207,6 @@ class Core:
             except Exception as error:  # no memory for the sampler, say: the others go on
                 self.finish(admission.sequence, "error", error)
 
-    def _lacking(self, admission: Admission) -> int:
-        """Pages that it has yet to get for all tokens that it knows."""
-        sequence, prefix, size = admission.sequence, admission.prefix, self.pool.geometry.page_size
-        held = 0 if sequence.table is None else sequence.num_computed
-        if prefix is not None:
-            held = prefix.num_tokens
-        return pages_for(sequence.goal, size) - held // size
-
     def _admit(self, admission: Admission) -> int:
         """Begin to run; how many tokens it computes in this step."""
         sequence, row = admission.sequence, admission.row
@@ -238,23 +218,13 @@ class Core:
             # Its last page is its own, so it may as well fill it.
             self.pool.append([sequence.table], -sequence.num_computed % size)
         elif sequence.table is None:
-            self._begin(sequence, admission.prefix)
+            self._pages.begin(sequence, admission.prefix)
         self.waiting.remove(sequence)
         self.rows.put(sequence, row, sequence.pages.length)
         self._describe(sequence)
-        self._set_pages(sequence, 0)
+        self._pages.show(sequence, 0)
         self._listener.on_scheduled(sequence)
         return admission.num_tokens
-
-    def _begin(self, sequence: Sequence, prefix: Prefix | None) -> None:
-        """Give it a page table, over the known pages of others if it shares them."""
-        if prefix is None:
-            sequence.table = self.pool.new_table()
-            return
-        sequence.table, sequence.cursors = self.pool.adopt_prefix(prefix), prefix.cursors
-        sequence.num_computed = prefix.num_tokens
-        if not sequence.num_preemptions:
-            sequence.num_cached = prefix.num_tokens
 
     def _describe(self, sequence: Sequence) -> None:
         """What the sampler must know of a row, and whoever plans its steps."""
@@ -270,56 +240,6 @@ class Core:
             output_tokens=sequence.tokens[sequence.num_prompt :],
             eos_ids=sequence.stop_ids,
         )
-
-    def _grow(self, counts: npt.NDArray[np.int32]) -> None:
-        """Claim the pages that the step writes to. Raises OutOfPages."""
-        rows, size = self.rows, self.pool.geometry.page_size
-        lengths = rows.computed + counts
-        if not (lengths > rows.room).any():
-            return
-        if rows.num_running >= MANY:
-            more = np.minimum(lengths + GROWN_AHEAD, np.maximum(lengths, rows.most_computed))
-            lacking = int(pages_lacking(rows, more, size).sum())
-            if lacking + rows.num_running <= self.pool.num_available:  # a page each is left
-                lengths = more
-        short = np.flatnonzero(lengths > rows.room)
-        if self._has_windows:
-            tables = [rows.at(row).pages for row in short.tolist()]
-            self.pool.slide(tables, rows.computed[short].tolist())
-        missing = -(-lengths[short] // size) * size - rows.room[short]
-        growing: dict[int, list[int]] = {}
-        for row, num_tokens in zip(short.tolist(), missing.tolist(), strict=True):
-            growing.setdefault(num_tokens, []).append(row)
-        for num_tokens, of_rows in growing.items():
-            sequences = [rows.at(row) for row in of_rows]
-            self.pool.append([sequence.pages for sequence in sequences], num_tokens)
-            rows.room[of_rows] += num_tokens
-            for sequence in sequences:
-                self._set_pages(sequence, (sequence.pages.length - num_tokens) // size)
-
-    def _set_pages(self, sequence: Sequence, first: int) -> None:
-        """Tell the runner of a sequence's pages from logical page `first` on."""
-        stop = pages_for(sequence.pages.length, self.pool.geometry.page_size)
-        for group in range(len(self.pool.geometry.groups)):
-            entries = sequence.pages.entries(first, stop, group)
-            self.runner.set_pages(group, sequence.row, first, entries)
-
-    def _publish_prompts(self, counts: npt.NDArray[np.int32]) -> None:
-        """Let others find the pages that prompts fill in this step, for theirs come after it."""
-        rows, size = self.rows, self.pool.geometry.page_size
-        in_prompt = rows.computed < rows.prompt
-        if not in_prompt.any():
-            return
-        reached = rows.computed + counts
-        fills = in_prompt & (reached // size > rows.computed // size)
-        for row in np.flatnonzero(fills).tolist():
-            self._publish(rows.at(row), int(reached[row]))
-
-    def _publish(self, sequence: Sequence, num_tokens: int) -> None:
-        """Let others find the pages of its first `num_tokens` tokens, which are known."""
-        if sequence.shares and sequence.cursors:
-            tokens = self.rows.tokens_of(sequence)[:num_tokens]
-            self.pool.publish_prefix(sequence.pages, tokens.tolist(), sequence.cursors)
 
     def _launch(self, counts: npt.NDArray[np.int32]) -> Flight | None:
         """Run the step on the device, and account for it."""
@@ -535,7 +455,7 @@ class Core:
     def _leave_row(self, sequence: Sequence) -> None:
         row = sequence.row
         # Others may find the pages of all tokens that are known and computed.
-        self._publish(sequence, min(int(self.rows.computed[row]), int(self.rows.length[row])))
+        self._pages.publish(sequence, min(int(self.rows.computed[row]), int(self.rows.length[row])))
         self.rows.take(sequence)
         self._sampler.clear_row(row)
         self._may_compact = True
@@ -569,27 +489,6 @@ class Core:
         else:
             self.finish((running or self.waiting)[0], "error", error)
         self._most_running = max(1, self.rows.num_running)  # else who gave way would begin again
-
-    def _out_of_pages(self, sequence: Sequence) -> OutOfPages:
-        row, size = sequence.row, self.pool.geometry.page_size
-        needed = pages_for(int(self.rows.computed[row]) + 1, size)
-        return OutOfPages(needed, self.pool.num_available, "others hold the pool's pages")
-
-
-class _PoolPages:
-    """What the scheduler asks, answered by a pool."""
-
-    def __init__(self, pool: PagePool):
-        self._pool = pool
-
-    def available(self) -> int:
-        return self._pool.num_available
-
-    def match(self, sequence: Sequence) -> Prefix:
-        return self._pool.match_prefix(sequence.findable)
-
-    def reclaimable(self, table: PageTable) -> int:
-        return self._pool.num_reclaimable(table)
 
 
 def _by_rank(sequence: Sequence) -> int:
