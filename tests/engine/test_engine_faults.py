@@ -307,7 +307,7 @@ def test_no_memory_for_the_penalties_of_one_request_fails_it_alone(
         def claim(*arguments: Any) -> int:
             raise torch.OutOfMemoryError("by the test")
 
-        monkeypatch.setattr(engine._sampler._counts, "claim", claim)
+        monkeypatch.setattr(engine._core._sampler._counts, "claim", claim)
         params = [GREEDY] * 4
         params[1] = SamplingParams(max_tokens=8, temperature=0, presence_penalty=0.5)
         outputs = engine.generate(asked, params)
@@ -347,7 +347,7 @@ def test_a_step_is_ordered_after_others_streams_first_of_all(
             use_stream(device)
 
         monkeypatch.setattr(engine._pool, "use_stream", used)
-        for part in (core.runner, engine._sampler):
+        for part in (core.runner, engine._core._sampler):
             for name in ("move_row", "set_row", "launch"):
                 if (method := getattr(part, name, None)) is not None:
 
