@@ -128,3 +128,49 @@ def test_tokens_of_the_cpu_are_there_at_once() -> None:
     other = Flight(rows.sequences.copy(), chosen, rows.epoch[chosen])
     host.fetch(torch.tensor([3, 4]), other)
     assert flight.tokens.tolist() == [5, 6]
+
+
+class OnDevice(torch.Tensor):
+    """A tensor that says it lies on a GPU."""
+
+    is_cuda = True  # type: ignore[assignment]
+
+
+class Event:
+    def __init__(self) -> None:
+        self.num_recorded = 0
+
+    def record(self) -> None:
+        self.num_recorded += 1
+
+
+def test_memory_for_tokens_of_a_gpu_is_used_again_once_they_were_looked_at(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    pinned: list[int] = []
+
+    def empty(size: int, *, dtype: torch.dtype, pin_memory: bool) -> torch.Tensor:
+        assert pin_memory
+        pinned.append(size)
+        return torch.zeros(size, dtype=dtype)
+
+    monkeypatch.setattr(torch, "empty", empty)
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    rows, host = Rows(4), HostTokens(4)
+
+    def fetched(*tokens: int) -> tuple[Flight, Any]:
+        flight = Flight(rows.sequences.copy(), np.arange(len(tokens)), rows.epoch[: len(tokens)])
+        host.fetch(torch.tensor(tokens).as_subclass(OnDevice), flight)
+        return flight, flight.done
+
+    first, done = fetched(5, 6, 3)
+    second, other = fetched(1, 2)
+    assert first.tokens.tolist() == [5, 6, 3, 0]  # of all rows that there may be
+    assert second.tokens.tolist() == [1, 2, 0, 0]
+    assert done is not other and done.num_recorded == other.num_recorded == 1
+    host.take_back(first)
+    third, again = fetched(4)
+    assert third.tokens is first.tokens and third.tokens[0] == 4
+    assert again is done and done.num_recorded == 2
+    assert second.tokens.tolist() == [1, 2, 0, 0]
+    assert pinned == [4, 4]
