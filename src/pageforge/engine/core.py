@@ -17,6 +17,7 @@ import numpy.typing as npt
 from transformers.utils import logging
 
 from pageforge.engine.flight import Flight, HostTokens, lines_at, sample
+from pageforge.engine.forks import Forks
 from pageforge.engine.listener import End, Listener
 from pageforge.engine.outputs import FinishReason
 from pageforge.engine.runner import Runner
@@ -69,12 +70,12 @@ class Core:
         self._most_running = limits.max_running  # fewer while the device has no memory for more
         self._listener = listener
         self._pages = SequencePages(pool, runner, self.rows)
+        self._forks = Forks(pool)
         self._flights: deque[Flight] = deque()  # launched, the oldest first
         self._arrived: deque[tuple[Flight, int]] = deque()  # tokens that may mean something
         self._ending: deque[Ending] = deque()  # as those have said
         self._host_tokens = HostTokens(limits.max_running)
         self._kept: list[Any] = []
-        self._parents: list[Sequence] = []
         self._is_torn = False  # the last step was interrupted
         self._may_compact = False  # a row has become free since it was last tried
         self._needs_host: set[int] = set()  # rows whose next token depends on the last one's value
@@ -87,8 +88,7 @@ class Core:
         if sequence.most_computed == 0 and sequence.limit == sequence.num_prompt:
             self._end(sequence, "length", None)  # a prompt of one token, and no token wanted
             return
-        if sequence.children:
-            self._parents.append(sequence)
+        self._forks.add(sequence)
         bisect.insort(self.waiting, sequence, key=_by_rank)
 
     def abort(self, sequence: Sequence) -> None:
@@ -116,19 +116,7 @@ class Core:
     def _end(self, sequence: Sequence, reason: FinishReason, cause: Any) -> None:
         self._listener.on_finish(sequence, reason, cause)
         sequence.is_finished = True
-        if sequence in self._parents:
-            self._parents.remove(sequence)
-        if sequence.parent is not None:
-            sequence.parent.children.remove(sequence)
-            sequence.parent = None
-        if sequence.children:  # the first of them does what it did not live to do
-            first, *others = sequence.children
-            sequence.children = []
-            first.parent, first.children = None, others
-            for other in others:
-                other.parent = first
-            if others:
-                self._parents.append(first)
+        self._forks.leave(sequence)
 
     # --- a step -----------------------------------------------------------------------------
 
@@ -268,7 +256,7 @@ class Core:
         self._flights.append(flight)  # at once: from here on an interrupt does not lose it
         self.num_steps += 1
         self.num_computed += int(counts.sum())
-        self._fork()
+        self._forks.share(rows)
         self.pool.map_ahead(ceil_div(MAPPED_AHEAD * rows.num_running, self.pool.geometry.page_size))
         return flight
 
@@ -297,22 +285,6 @@ class Core:
             tokens = sampled.tokens.masked_fill(sampled.bad, NO_TOKEN)
         self._host_tokens.fetch(tokens, flight)
         return flight
-
-    def _fork(self) -> None:
-        """Let those who wait for a prompt share its pages, once they are computed or launched."""
-        for parent in list(self._parents):
-            if parent.row < 0 or self.rows.computed[parent.row] < parent.num_prompt - 1:
-                continue
-            self._parents.remove(parent)
-            for child in parent.children:
-                child.parent = None
-                # It computes the last token once more, for its logits.
-                child.num_computed = child.goal - 1
-                if child.num_computed:
-                    child.table = self.pool.fork(parent.pages)
-                    self.pool.crop([child.table], child.num_computed)
-                    child.num_cached = child.num_computed
-            parent.children = []
 
     # --- what a step gave -------------------------------------------------------------------
 
