@@ -16,7 +16,8 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from pageforge.engine.core import Core, Flight
+from pageforge.engine.core import Core
+from pageforge.engine.flight import Flight
 from pageforge.engine.params import SamplingParams
 from pageforge.engine.sampler import Sampled
 from pageforge.engine.sequence import Rows

@@ -13,7 +13,8 @@ from tests.hf.parity import TIE
 from tests.hf.tiny_models import VOCABULARY, attending, tiny
 
 from pageforge.engine import Engine
-from pageforge.engine.core import Core, Flight
+from pageforge.engine.core import Core
+from pageforge.engine.flight import Flight
 from pageforge.engine.outputs import RequestOutput
 from pageforge.engine.step import Step
 

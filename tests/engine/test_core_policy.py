@@ -37,7 +37,8 @@ from tests.engine.fake_model import (
 
 from pageforge import ops
 from pageforge import pool as pool_module
-from pageforge.engine.core import Core, Flight
+from pageforge.engine.core import Core
+from pageforge.engine.flight import Flight
 from pageforge.engine.params import SamplingParams
 from pageforge.engine.scheduler import Limits, least_pages
 from pageforge.engine.sequence import Sequence

@@ -108,7 +108,7 @@ def test_an_interrupt_while_a_step_is_waited_for_loses_no_token(
 
 
 @pytest.mark.parametrize("penalised", [False, True])
-@pytest.mark.parametrize("behind", ["launch", "_sample", "map_ahead", "_fork"])
+@pytest.mark.parametrize("behind", ["launch", "_sample", "map_ahead", "share"])
 def test_an_interrupt_behind_a_launch_loses_no_token(
     behind: str, penalised: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -125,7 +125,8 @@ def test_an_interrupt_behind_a_launch_loses_no_token(
         for _ in range(3):
             engine.step()
         core, left = engine._core, [1]
-        owner = {"launch": core.runner, "map_ahead": core.pool}.get(behind, core)
+        owners = {"launch": core.runner, "map_ahead": core.pool, "share": core._forks}
+        owner = owners.get(behind, core)
         method = getattr(owner, behind)
 
         def interrupted(*arguments: Any, **options: Any) -> Any:
@@ -181,7 +182,8 @@ def test_an_interrupt_while_pages_are_claimed_loses_none(
 
 
 PLACES = {
-    "core": ("_note", "_admit", "_leave_row", "_compact", "_fork", "_release", "_catch_up"),
+    "core": ("_note", "_admit", "_leave_row", "_compact", "_release", "_catch_up"),
+    "forks": ("share", "leave"),
     "rows": ("put", "take", "move"),
     "pool": ("append", "release", "publish_prefix", "fork"),
     "runner": ("set_pages", "move_row", "launch"),
@@ -205,7 +207,13 @@ def test_ctrl_c_waits_for_the_end_of_a_step(
         for number, (prompt, of_one) in enumerate(zip(asked, params, strict=True)):
             engine.add_request(prompt, of_one, request_id=str(number))
         core, called, is_pressed = engine._core, 0, False
-        owner = {"core": core, "rows": core.rows, "pool": core.pool, "runner": core.runner}[part]
+        owner = {
+            "core": core,
+            "forks": core._forks,
+            "rows": core.rows,
+            "pool": core.pool,
+            "runner": core.runner,
+        }[part]
         method = getattr(owner, name)
 
         def interrupted(*arguments: Any, **options: Any) -> Any:
@@ -307,7 +315,7 @@ def test_no_memory_for_the_penalties_of_one_request_fails_it_alone(
         def claim(*arguments: Any) -> int:
             raise torch.OutOfMemoryError("by the test")
 
-        monkeypatch.setattr(engine._sampler._counts, "claim", claim)
+        monkeypatch.setattr(engine._core._sampler._counts, "claim", claim)
         params = [GREEDY] * 4
         params[1] = SamplingParams(max_tokens=8, temperature=0, presence_penalty=0.5)
         outputs = engine.generate(asked, params)
@@ -347,7 +355,7 @@ def test_a_step_is_ordered_after_others_streams_first_of_all(
             use_stream(device)
 
         monkeypatch.setattr(engine._pool, "use_stream", used)
-        for part in (core.runner, engine._sampler):
+        for part in (core.runner, engine._core._sampler):
             for name in ("move_row", "set_row", "launch"):
                 if (method := getattr(part, name, None)) is not None:
 

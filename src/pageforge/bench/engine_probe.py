@@ -18,8 +18,9 @@ from transformers import PreTrainedModel
 
 from pageforge.bench.workloads import Job, params_of
 from pageforge.engine import core
-from pageforge.engine.core import Core, Flight
+from pageforge.engine.core import Core
 from pageforge.engine.engine import Engine
+from pageforge.engine.flight import Flight
 from pageforge.engine.sequence import Rows, Sequence
 from pageforge.engine.step import Step
 from pageforge.geometry import KVGeometry, total_bytes_per_page

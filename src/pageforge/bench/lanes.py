@@ -17,7 +17,7 @@ from pageforge.bench.harness import failure, percentile, rotated, synchronize
 from pageforge.bench.serving import Server, Setting, Way
 from pageforge.bench.throughput_context import ThroughputBench
 from pageforge.bench.workloads import Job
-from pageforge.engine.engine import EngineStats
+from pageforge.engine.stats import EngineStats
 
 
 @dataclass

@@ -1,8 +1,9 @@
 """The engine: many requests at once, batched continuously on one pool."""
 
-from pageforge.engine.engine import Engine, EngineStats
+from pageforge.engine.engine import Engine
 from pageforge.engine.outputs import Completion, RequestOutput, StreamChunk
 from pageforge.engine.params import SamplingParams
+from pageforge.engine.stats import EngineStats
 
 __all__ = [
     "Completion",

@@ -9,101 +9,37 @@ from __future__ import annotations
 
 import bisect
 from collections import deque
-from dataclasses import dataclass, field, replace
-from typing import Any, Protocol
+from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-import torch
-from torch import Tensor
 from transformers.utils import logging
 
-from pageforge.batch import to_device
-from pageforge.engine.draw import uniforms
-from pageforge.engine.logprobs import Logprobs, token_logprobs
+from pageforge.engine.flight import Flight, HostTokens, lines_at, sample
+from pageforge.engine.forks import Forks
+from pageforge.engine.listener import End, Listener
 from pageforge.engine.outputs import FinishReason
 from pageforge.engine.runner import Runner
 from pageforge.engine.sampler import Sampler
-from pageforge.engine.scheduler import Admission, Limits, pages_lacking, plan
-from pageforge.engine.sequence import Rows, Sequence
-from pageforge.engine.step import NO_TOKEN, Step
+from pageforge.engine.scheduler import Admission, Limits, plan
+from pageforge.engine.sequence import NO_TOKEN, Rows, Sequence
+from pageforge.engine.sequence_pages import MAPPED_AHEAD, SequencePages
+from pageforge.engine.step import Step
 from pageforge.engine.swap_space import SwapSpace
 from pageforge.errors import OutOfPages, PageForgeError
-from pageforge.geometry import ceil_div, pages_for
+from pageforge.geometry import ceil_div
 from pageforge.graphs import bucket
-from pageforge.memory import PageTable
-from pageforge.memory.prefix import Prefix
 from pageforge.pool import PagePool
 
 logger = logging.get_logger(__name__)
 
-GROWN_AHEAD = 4
-"""Tokens for which rows have pages beforehand where there are plenty. It takes the host as long to
-claim those of several steps as those of one."""
-
-MANY = 32
-"""Running sequences from which on some need a page in every step or two."""
-
-MAPPED_AHEAD = 2 * GROWN_AHEAD
-"""Tokens for whose pages there is memory before they are claimed."""
-
-NO_TOKENS = torch.empty(0, dtype=torch.int64)
-
-End = tuple[FinishReason, Any]
-"""Why a sequence ends, and its cause: the stop id or string, or the exception."""
-
 Ending = tuple[Sequence, FinishReason, Any]
-"""A sequence that is to end, and the same of it."""
+"""A sequence that is to end, why, and the cause (see End)."""
 
-
-class Listener(Protocol):
-    """Whose sequences these are: told of what becomes of them.
-
-    What it does with tokens and ends may take long. If it is interrupted there (by Ctrl-C, say),
-    the next step tells it the same once more.
-    """
-
-    def on_scheduled(self, sequence: Sequence) -> None:
-        """It begins to run, or to run again."""
-
-    def on_first_token(self, sequence: Sequence) -> None:
-        """Its first token has come."""
-
-    def on_token(self, sequence: Sequence, token: int, flight: Flight, place: int) -> End | None:
-        """A new token of a sequence that is watched. Whether the sequence ends with it."""
-
-    def on_prompt_logprobs(self, sequence: Sequence, first: int, logprobs: Logprobs) -> None:
-        """Log-probabilities of prompt tokens from position `first` on."""
-
-    def on_finish(self, sequence: Sequence, reason: FinishReason, cause: Any) -> None:
-        """It ends; its tokens are in `sequence.tokens`."""
-
-
-@dataclass
-class Flight:
-    """A step that was launched and not looked at yet: what it samples, and for whom.
-
-    `rows [R]`: the sampled ones, with their `epochs` when it was launched. `tokens [R or more]`:
-    int64 on the host, NO_TOKEN where logits made no sense, complete once `done` has come.
-    """
-
-    sequences: list[Sequence | None]  # of all rows then
-    rows: npt.NDArray[np.int64]
-    epochs: npt.NDArray[np.int64]
-    tokens: Tensor
-    done: torch.cuda.Event | None
-    errors: dict[int, Exception] = field(default_factory=dict)  # of logits processors, by place
-    logprobs: Logprobs | None = None  # of the rows that ask, as `tokens` on the host
-    logprob_places: npt.NDArray[np.int64] | None = None  # which of `rows` those are
-    prompts: list[tuple[Sequence, int, Logprobs]] = field(default_factory=list)  # from a position
-    scored: list[Sequence] = field(default_factory=list)  # of which no token is wanted: they end
-    kept: list[Any] = field(default_factory=list)  # what must live until it is done
-
-    def at(self, place: int) -> tuple[Sequence, int]:
-        """A sampled sequence, and its token."""
-        sequence = self.sequences[self.rows[place]]
-        assert sequence is not None
-        return sequence, int(self.tokens[place])
+NO_SENSE = (
+    "logits: expected a finite one at least, got NaN or -inf alone; look at the model's weights"
+)
 
 
 class Core:
@@ -133,18 +69,13 @@ class Core:
         self._limits = limits
         self._most_running = limits.max_running  # fewer while the device has no memory for more
         self._listener = listener
-        self._pages = _PoolPages(pool)
+        self._pages = SequencePages(pool, runner, self.rows)
+        self._forks = Forks(pool)
         self._flights: deque[Flight] = deque()  # launched, the oldest first
         self._arrived: deque[tuple[Flight, int]] = deque()  # tokens that may mean something
         self._ending: deque[Ending] = deque()  # as those have said
-        self._copies: list[tuple[Tensor, torch.cuda.Event]] = []  # that are free for a flight
+        self._host_tokens = HostTokens(limits.max_running)
         self._kept: list[Any] = []
-        self._parents: list[Sequence] = []
-        self._has_windows = any(group.shape.window for group in pool.geometry.groups)
-        size = limits.max_running
-        self._stop_ids = np.full((size, 1), NO_TOKEN, np.int64)
-        self._seeds = np.zeros(size, np.uint64)
-        self._is_watched = np.zeros(size, np.bool_)
         self._is_torn = False  # the last step was interrupted
         self._may_compact = False  # a row has become free since it was last tried
         self._needs_host: set[int] = set()  # rows whose next token depends on the last one's value
@@ -157,8 +88,7 @@ class Core:
         if sequence.most_computed == 0 and sequence.limit == sequence.num_prompt:
             self._end(sequence, "length", None)  # a prompt of one token, and no token wanted
             return
-        if sequence.children:
-            self._parents.append(sequence)
+        self._forks.add(sequence)
         bisect.insort(self.waiting, sequence, key=_by_rank)
 
     def abort(self, sequence: Sequence) -> None:
@@ -186,19 +116,7 @@ class Core:
     def _end(self, sequence: Sequence, reason: FinishReason, cause: Any) -> None:
         self._listener.on_finish(sequence, reason, cause)
         sequence.is_finished = True
-        if sequence in self._parents:
-            self._parents.remove(sequence)
-        if sequence.parent is not None:
-            sequence.parent.children.remove(sequence)
-            sequence.parent = None
-        if sequence.children:  # the first of them does what it did not live to do
-            first, *others = sequence.children
-            sequence.children = []
-            first.parent, first.children = None, others
-            for other in others:
-                other.parent = first
-            if others:
-                self._parents.append(first)
+        self._forks.leave(sequence)
 
     # --- a step -----------------------------------------------------------------------------
 
@@ -230,7 +148,7 @@ class Core:
         for sequence in filter(None, self.rows.sequences):
             self.rows.refresh(sequence)
             self.rows.room[sequence.row] = sequence.pages.length
-            self._set_pages(sequence, 0)
+            self._pages.show(sequence, 0)
             self._sampler.clear_row(sequence.row)
             self._describe(sequence)
         self._is_torn = False
@@ -251,20 +169,20 @@ class Core:
             for sequence in found.preempted:
                 self._run_out(sequence)
             if found.stuck is not None:
-                self.finish(found.stuck, "error", self._out_of_pages(found.stuck))
+                self.finish(found.stuck, "error", self._pages.shortage(found.stuck))
             elif not (found.dropped or found.preempted):
                 counts = found.counts.copy()
                 try:
                     self._admit_all(found.admitted, counts)
-                    self._grow(counts)
-                    self._publish_prompts(counts)
+                    self._pages.grow(counts)
+                    self._pages.publish_prompts(counts)
                     return counts
                 except OutOfPages as error:  # the device itself has no memory left
                     self._yield_memory(error)
 
     def _admit_all(self, admitted: list[Admission], counts: npt.NDArray[np.int32]) -> None:
         """Admit sequences; set their `counts`. Raises OutOfPages where nobody else runs."""
-        self.pool.map_ahead(sum(map(self._lacking, admitted)))
+        self.pool.map_ahead(sum(map(self._pages.lacking, admitted)))
         # Swapped ones last: they claim pages, for which known ones may go that others begin with.
         for admission in sorted(admitted, key=lambda each: each.sequence.swapped is not None):
             try:
@@ -277,14 +195,6 @@ class Core:
             except Exception as error:  # no memory for the sampler, say: the others go on
                 self.finish(admission.sequence, "error", error)
 
-    def _lacking(self, admission: Admission) -> int:
-        """Pages that it has yet to get for all tokens that it knows."""
-        sequence, prefix, size = admission.sequence, admission.prefix, self.pool.geometry.page_size
-        held = 0 if sequence.table is None else sequence.num_computed
-        if prefix is not None:
-            held = prefix.num_tokens
-        return pages_for(sequence.goal, size) - held // size
-
     def _admit(self, admission: Admission) -> int:
         """Begin to run; how many tokens it computes in this step."""
         sequence, row = admission.sequence, admission.row
@@ -296,37 +206,17 @@ class Core:
             # Its last page is its own, so it may as well fill it.
             self.pool.append([sequence.table], -sequence.num_computed % size)
         elif sequence.table is None:
-            self._begin(sequence, admission.prefix)
+            self._pages.begin(sequence, admission.prefix)
         self.waiting.remove(sequence)
         self.rows.put(sequence, row, sequence.pages.length)
         self._describe(sequence)
-        self._set_pages(sequence, 0)
+        self._pages.show(sequence, 0)
         self._listener.on_scheduled(sequence)
         return admission.num_tokens
 
-    def _begin(self, sequence: Sequence, prefix: Prefix | None) -> None:
-        """Give it a page table, over the known pages of others if it shares them."""
-        if prefix is None:
-            sequence.table = self.pool.new_table()
-            return
-        sequence.table, sequence.cursors = self.pool.adopt_prefix(prefix), prefix.cursors
-        sequence.num_computed = prefix.num_tokens
-        if not sequence.num_preemptions:
-            sequence.num_cached = prefix.num_tokens
-
     def _describe(self, sequence: Sequence) -> None:
-        """What the sampler, and whoever looks at its tokens, must know of a row."""
+        """What the sampler must know of a row, and whoever plans its steps."""
         row, params = sequence.row, sequence.params
-        stop_ids = sequence.stop_ids
-        missing = len(stop_ids) - self._stop_ids.shape[1]
-        if missing > 0:
-            self._stop_ids = np.pad(
-                self._stop_ids, ((0, 0), (0, missing)), constant_values=NO_TOKEN
-            )
-        self._stop_ids[row] = NO_TOKEN
-        self._stop_ids[row, : len(stop_ids)] = stop_ids
-        self._seeds[row] = sequence.seed
-        self._is_watched[row] = sequence.is_watched
         if params.needs_host:
             self._needs_host.add(row)
         if params.prompt_logprobs is not None:
@@ -336,62 +226,8 @@ class Core:
             params,
             prompt_tokens=sequence.tokens[: sequence.num_prompt],
             output_tokens=sequence.tokens[sequence.num_prompt :],
-            eos_ids=stop_ids,
+            eos_ids=sequence.stop_ids,
         )
-
-    def _grow(self, counts: npt.NDArray[np.int32]) -> None:
-        """Claim the pages that the step writes to. Raises OutOfPages."""
-        rows, size = self.rows, self.pool.geometry.page_size
-        lengths = rows.computed + counts
-        if not (lengths > rows.room).any():
-            return
-        if rows.num_running >= MANY:
-            more = np.minimum(lengths + GROWN_AHEAD, np.maximum(lengths, rows.most_computed))
-            lacking = int(pages_lacking(rows, more, size).sum())
-            if lacking + rows.num_running <= self.pool.num_available:  # a page each is left
-                lengths = more
-        short = np.flatnonzero(lengths > rows.room)
-        if self._has_windows:
-            tables = [rows.at(row).pages for row in short.tolist()]
-            self.pool.slide(tables, rows.computed[short].tolist())
-        missing = -(-lengths[short] // size) * size - rows.room[short]
-        growing: dict[int, list[int]] = {}
-        for row, num_tokens in zip(short.tolist(), missing.tolist(), strict=True):
-            growing.setdefault(num_tokens, []).append(row)
-        for num_tokens, of_rows in growing.items():
-            sequences = [rows.at(row) for row in of_rows]
-            self.pool.append([sequence.pages for sequence in sequences], num_tokens)
-            rows.room[of_rows] += num_tokens
-            for sequence in sequences:
-                self._set_pages(sequence, (sequence.pages.length - num_tokens) // size)
-
-    def _set_pages(self, sequence: Sequence, first: int) -> None:
-        """Tell the runner of a sequence's pages from logical page `first` on."""
-        stop = pages_for(sequence.pages.length, self.pool.geometry.page_size)
-        for group in range(len(self.pool.geometry.groups)):
-            entries = sequence.pages.entries(first, stop, group)
-            self.runner.set_pages(group, sequence.row, first, entries)
-
-    def _publish_prompts(self, counts: npt.NDArray[np.int32]) -> None:
-        """Let others find the pages that prompts fill in this step, for theirs come after it."""
-        rows, size = self.rows, self.pool.geometry.page_size
-        in_prompt = rows.computed < rows.prompt
-        if not in_prompt.any():
-            return
-        reached = rows.computed + counts
-        fills = in_prompt & (reached // size > rows.computed // size)
-        for row in np.flatnonzero(fills).tolist():
-            self._publish(rows.at(row), int(reached[row]))
-
-    def _publish(self, sequence: Sequence, num_tokens: int) -> None:
-        """Let others find the pages of its first `num_tokens` tokens, which are known."""
-        if sequence.shares and sequence.cursors:
-            tokens = self._tokens(sequence)[:num_tokens]
-            self.pool.publish_prefix(sequence.pages, tokens.tolist(), sequence.cursors)
-
-    def _tokens(self, sequence: Sequence) -> npt.NDArray[np.int32]:
-        row = sequence.row
-        return sequence.tokens if row < 0 else self.rows.tokens[row, : self.rows.length[row]]
 
     def _launch(self, counts: npt.NDArray[np.int32]) -> Flight | None:
         """Run the step on the device, and account for it."""
@@ -420,7 +256,7 @@ class Core:
         self._flights.append(flight)  # at once: from here on an interrupt does not lose it
         self.num_steps += 1
         self.num_computed += int(counts.sum())
-        self._fork()
+        self._forks.share(rows)
         self.pool.map_ahead(ceil_div(MAPPED_AHEAD * rows.num_running, self.pool.geometry.page_size))
         return flight
 
@@ -440,73 +276,15 @@ class Core:
     def _sample(self, step: Step) -> Flight:
         """Choose a token for each of the step's rows; the next step finds it on the device."""
         rows, chosen = self.rows, step.rows
-        flight = Flight(rows.sequences.copy(), chosen, rows.epoch[chosen], NO_TOKENS, None)
+        flight = Flight(rows.sequences.copy(), chosen, rows.epoch[chosen])
         if step.tokens is not None:
-            tokens = _lines(step.tokens, step.places)
+            tokens = lines_at(step.tokens, step.places)
         else:
-            tokens = self._sample_from(step, flight)
-        if tokens.is_cuda:
-            flight.tokens, flight.done = self._copies.pop() if self._copies else self._new_copy()
-            flight.tokens[: len(tokens)].copy_(tokens, non_blocking=True)
-            flight.done.record()
-        else:
-            flight.tokens = tokens
+            sampled = sample(step, rows, self._sampler, flight)
+            self.runner.keep_tokens(chosen, sampled.tokens)
+            tokens = sampled.tokens.masked_fill(sampled.bad, NO_TOKEN)
+        self._host_tokens.fetch(tokens, flight)
         return flight
-
-    def _new_copy(self) -> tuple[Tensor, torch.cuda.Event]:
-        """Where a step's tokens come to on the host, and the event after it."""
-        size = self._limits.max_running
-        return torch.empty(size, dtype=torch.int64, pin_memory=True), torch.cuda.Event()
-
-    def _sample_from(self, step: Step, flight: Flight) -> Tensor:
-        """The step's tokens, NO_TOKEN where logits make no sense; the rest to `flight`."""
-        rows, chosen, logits = self.rows, step.rows, step.logits
-        assert logits is not None
-        num_generated = (rows.length + rows.pending - rows.prompt)[chosen].astype(np.int64)
-        uniform = torch.empty(0)
-        if self._sampler.draws(chosen):
-            uniform = to_device(uniforms(self._seeds[chosen], num_generated), logits.device)
-        lines = _lines(logits, step.places)
-        sampled = self._sampler.sample(lines, chosen, uniform, num_generated, self._generated)
-        flight.errors = sampled.errors
-        if sampled.logprobs is not None:
-            flight.logprobs = sampled.logprobs.to_host()
-        flight.logprob_places = sampled.logprob_indices
-        flight.prompts = [
-            (rows.at(row), first, self._prompt_logprobs(logits[start:stop], row, first).to_host())
-            for row, first, start, stop in step.spans
-        ]
-        self.runner.keep_tokens(chosen, sampled.tokens)
-        return sampled.tokens.masked_fill(sampled.bad, NO_TOKEN)
-
-    def _prompt_logprobs(self, logits: Tensor, row: int, first: int) -> Logprobs:
-        """Of the prompt tokens from position `first` on, given the logits before each."""
-        wanted = self.rows.tokens[row, first : first + len(logits)].astype(np.int64)
-        k = self.rows.at(row).params.prompt_logprobs
-        assert k is not None
-        return token_logprobs(logits, to_device(wanted, logits.device), k)
-
-    def _generated(self, row: int) -> list[int]:
-        tokens: list[int] = self.rows.tokens[
-            row, self.rows.prompt[row] : self.rows.length[row]
-        ].tolist()
-        return tokens
-
-    def _fork(self) -> None:
-        """Let those who wait for a prompt share its pages, once they are computed or launched."""
-        for parent in list(self._parents):
-            if parent.row < 0 or self.rows.computed[parent.row] < parent.num_prompt - 1:
-                continue
-            self._parents.remove(parent)
-            for child in parent.children:
-                child.parent = None
-                # It computes the last token once more, for its logits.
-                child.num_computed = child.goal - 1
-                if child.num_computed:
-                    child.table = self.pool.fork(parent.pages)
-                    self.pool.crop([child.table], child.num_computed)
-                    child.num_cached = child.num_computed
-            parent.children = []
 
     # --- what a step gave -------------------------------------------------------------------
 
@@ -518,8 +296,7 @@ class Core:
             self._wait_for(flight)
             self._note(flight)
             self._take_arrived()
-            if flight.done is not None:
-                self._copies.append((flight.tokens, flight.done))
+            self._host_tokens.take_back(flight)
 
     def _wait_for(self, flight: Flight) -> None:
         """Have what a step gives on the host. An interrupt while it waits loses nothing."""
@@ -535,10 +312,10 @@ class Core:
         is_current = self.rows.epoch[flight.rows] == flight.epochs
         rows, found = flight.rows[is_current], tokens[is_current]
         lengths = self.rows.length[rows]
-        stops = (found[:, None] == self._stop_ids[rows]).any(1) | (found == NO_TOKEN)
+        stops = (found[:, None] == self.rows.stop_ids[rows]).any(1) | (found == NO_TOKEN)
         is_last = lengths == self.rows.most_computed[rows]  # all but this one
         is_first = lengths == self.rows.prompt[rows]
-        matters = stops | is_first | is_last | self._is_watched[rows]
+        matters = stops | is_first | is_last | self.rows.is_watched[rows]
         others = np.flatnonzero(~is_current).tolist()  # moved to another row, or lost their own
         places = np.flatnonzero(is_current)[matters].tolist() + others
         arrived = [(flight, place) for place in places]
@@ -586,7 +363,7 @@ class Core:
             if error is None:
                 self.pool.drop_prefix_cache()  # its K/V may make no sense either
             return "error", error or PageForgeError(NO_SENSE)
-        num_tokens = len(self._tokens(sequence))
+        num_tokens = len(self.rows.tokens_of(sequence))
         if num_tokens == sequence.num_prompt + 1:
             self._listener.on_first_token(sequence)
         if sequence.is_watched:
@@ -642,9 +419,6 @@ class Core:
             self.runner.move_row(source, target)
             self._sampler.move_row(source, target)
             rows.move(source, target)
-            for column in (self._stop_ids, self._seeds, self._is_watched):
-                column[target] = column[source]
-            self._is_watched[source] = False
             for members in (self._needs_host, self._wants_prompt):
                 if source in members:
                     members.remove(source)
@@ -653,11 +427,10 @@ class Core:
     def _leave_row(self, sequence: Sequence) -> None:
         row = sequence.row
         # Others may find the pages of all tokens that are known and computed.
-        self._publish(sequence, min(int(self.rows.computed[row]), int(self.rows.length[row])))
+        self._pages.publish(sequence, min(int(self.rows.computed[row]), int(self.rows.length[row])))
         self.rows.take(sequence)
         self._sampler.clear_row(row)
         self._may_compact = True
-        self._is_watched[row] = False
         self._needs_host.discard(row)
         self._wants_prompt.discard(row)
 
@@ -688,40 +461,6 @@ class Core:
         else:
             self.finish((running or self.waiting)[0], "error", error)
         self._most_running = max(1, self.rows.num_running)  # else who gave way would begin again
-
-    def _out_of_pages(self, sequence: Sequence) -> OutOfPages:
-        row, size = sequence.row, self.pool.geometry.page_size
-        needed = pages_for(int(self.rows.computed[row]) + 1, size)
-        return OutOfPages(needed, self.pool.num_available, "others hold the pool's pages")
-
-
-NO_SENSE = (
-    "logits: expected a finite one at least, got NaN or -inf alone; look at the model's weights"
-)
-
-
-class _PoolPages:
-    """What the scheduler asks, answered by a pool."""
-
-    def __init__(self, pool: PagePool):
-        self._pool = pool
-
-    def available(self) -> int:
-        return self._pool.num_available
-
-    def match(self, sequence: Sequence) -> Prefix:
-        return self._pool.match_prefix(sequence.findable)
-
-    def reclaimable(self, table: PageTable) -> int:
-        return self._pool.num_reclaimable(table)
-
-
-def _lines(values: Tensor, places: npt.NDArray[np.int64]) -> Tensor:
-    """`values[places]`, which mostly are the first ones, one after the other."""
-    count = len(places)
-    if not count or places[-1] == count - 1:  # they ascend
-        return values[:count]
-    return values[to_device(places, values.device)]
 
 
 def _by_rank(sequence: Sequence) -> int:

@@ -4,13 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import dataclasses
 import itertools
-import operator
-import reprlib
 import threading
 from collections import deque
-from collections.abc import AsyncIterator, Iterable, Iterator, Mapping
+from collections.abc import AsyncIterator, Iterator
 from collections.abc import Sequence as SequenceOf
 
 import numpy as np
@@ -21,19 +18,21 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from pageforge.engine.core import Core
 from pageforge.engine.draw import completion_seed
+from pageforge.engine.input_processor import InputProcessor, Prompt, listed
 from pageforge.engine.live import LiveRequests
 from pageforge.engine.model_check import TRIED, check_model, longest_sequence, try_model
 from pageforge.engine.outputs import RequestOutput, StreamChunk
 from pageforge.engine.params import SamplingParams
-from pageforge.engine.request import Request
+from pageforge.engine.request import PRIORITY, Request
 from pageforge.engine.runner import Runner
 from pageforge.engine.sampler import Sampler
-from pageforge.engine.scheduler import Limits, least_pages
+from pageforge.engine.scheduler import Limits
 from pageforge.engine.sequence import Sequence
-from pageforge.errors import OutOfPages, PageForgeError, RequestError, expected
-from pageforge.hf.switch import pageforge_attention_on
+from pageforge.engine.served_model import served
+from pageforge.engine.stats import EngineStats
+from pageforge.errors import PageForgeError, RequestError, expected
 from pageforge.interrupts import held_back
-from pageforge.pool import PagePool, PoolStats
+from pageforge.pool import PagePool
 from pageforge.store import free_bytes, parse_memory
 
 MAX_RUNNING = 256
@@ -42,41 +41,6 @@ BATCH_TOKENS = {"cuda": 8192, "cpu": 512}
 """Tokens a step by default: enough that weights are read for many, few enough to decode beside."""
 
 HOST = torch.device("cpu")
-
-SERVED = "_is_served_by_pageforge"
-"""An attribute of a model while an engine has it."""
-
-PRIORITY = 1 << 40
-"""Ranks that one priority has: as many requests as ever come."""
-
-MOST_PRIORITY = (1 << 22) - 1
-"""The largest, either way: ranks are int64."""
-
-Prompt = str | SequenceOf[int]
-
-
-@dataclasses.dataclass(frozen=True)
-class EngineStats:
-    """The engine at one moment. Counts are from its making on; times are in `RequestOutput`."""
-
-    num_running: int
-    num_waiting: int
-    num_finished: int
-    num_steps: int
-    num_computed_tokens: int
-    num_cached_tokens: int
-    """Prompt tokens that prefix hits and forks saved."""
-    num_preemptions: int
-    num_swaps: int
-    """Of the preemptions, those whose pages went to the host."""
-    swapped_bytes: int
-    num_graphs: int
-    num_replays: int
-    capture_seconds: float
-    """Spent on capturing graphs, and on compiling steps."""
-    eager_steps: dict[str, int]
-    """Steps that could not be replayed, by reason."""
-    pool: PoolStats
 
 
 class Engine:
@@ -133,8 +97,6 @@ class Engine:
         if swap_memory:
             swap_bytes = parse_memory(swap_memory, free_bytes(HOST), name="swap_memory")
         self._model = model
-        self._tokenizer = tokenizer
-        self._eos_ids = _eos_ids(model, tokenizer)
         self._seeds = np.random.default_rng(seed)
         self._lock = threading.Lock()
         self._owner = 0  # the thread that holds the lock
@@ -143,14 +105,12 @@ class Engine:
         device = model.device.type
         tokens = max_batch_tokens or BATCH_TOKENS.get(device, BATCH_TOKENS["cpu"])
         with contextlib.ExitStack() as undo:
-            undo.enter_context(_served(model))
+            undo.enter_context(served(model))
             self._pool = undo.enter_context(
                 PagePool.for_model(model, page_size, max_pages, max_memory)
             )
-            self._most_pages = self._pool.num_available
-            self._max_tokens = longest_sequence(model)
-            self._vocab_size = int(model.config.get_text_config().vocab_size)
-            row_tokens = min(self._max_tokens, self._most_pages * page_size)
+            most_pages, max_tokens = self._pool.num_available, longest_sequence(model)
+            row_tokens = min(max_tokens, most_pages * page_size)
             runner = Runner(
                 model,
                 self._pool,
@@ -164,11 +124,19 @@ class Engine:
             undo.callback(runner.forget_graphs)
             with torch.no_grad():
                 vocab_size = try_model(model, self._pool, runner, row_tokens)
-            self._sampler = Sampler(max_running, vocab_size, model.device)
+            sampler = Sampler(max_running, vocab_size, model.device)
+            self._inputs = InputProcessor(
+                model,
+                tokenizer,
+                sampler,
+                max_tokens=max_tokens,
+                most_pages=most_pages,
+                page_size=page_size,
+            )
             self._core = Core(
                 runner,
                 self._pool,
-                self._sampler,
+                sampler,
                 Limits(max_running, tokens, page_size),
                 self._live,
                 swap_bytes=swap_bytes,
@@ -194,20 +162,20 @@ class Engine:
         others go on; one that cannot be right (see `add_request`) raises before any begins.
         `progress`: show a bar on stderr. A single prompt gives a list of one.
         """
-        listed = _listed(prompts)
+        several = listed(prompts)
         if params is None or isinstance(params, SamplingParams):
-            each = [params] * len(listed)
+            each = [params] * len(several)
         else:
             each = list(params)
-            if len(each) != len(listed):
+            if len(each) != len(several):
                 raise RequestError(
-                    expected("params", f"one, or {len(listed)} of them", len(each), "one a prompt")
+                    expected("params", f"one, or {len(several)} of them", len(each), "one a prompt")
                 )
         requests: list[Request] = []
         try:
             with self._turn(awake=True):
-                for prompt, of_prompt in zip(listed, each, strict=True):
-                    requests.append(self._new_request(prompt, of_prompt))
+                for prompt, of_prompt in zip(several, each, strict=True):
+                    requests.append(self._inputs.request(prompt, of_prompt))
                 for request in requests:
                     self._submit(request)
             console = Console(stderr=True)
@@ -234,7 +202,7 @@ class Engine:
         Raises what `add_request` raises, at once; after the last chunk, what made it fail.
         """
         with self._turn(awake=True):
-            request = self._new_request(prompt, params, priority, streams=True)
+            request = self._inputs.request(prompt, params, priority, streams=True)
         return self._chunks(request)
 
     async def stream_async(
@@ -284,7 +252,7 @@ class Engine:
         the pool could never hold.
         """
         with self._turn():
-            request = self._new_request(prompt, params, priority, is_awaited=False)
+            request = self._inputs.request(prompt, params, priority, is_awaited=False)
             self._submit(request, request_id)
             return request.id
 
@@ -397,73 +365,6 @@ class Engine:
 
     # --- inside -----------------------------------------------------------------------------
 
-    def _new_request(
-        self,
-        prompt: Prompt,
-        params: SamplingParams | None,
-        priority: int = 0,
-        *,
-        is_awaited: bool = True,
-        streams: bool = False,
-    ) -> Request:
-        """A request that can be right, not submitted yet. Raises RequestError, OutOfPages."""
-        params = SamplingParams() if params is None else params
-        if not isinstance(params, SamplingParams):
-            fix = "pass SamplingParams(max_tokens=...)"
-            raise RequestError(expected("params", "SamplingParams", reprlib.repr(params), fix))
-        is_int = isinstance(priority, int) and not isinstance(priority, bool)
-        if not is_int or abs(priority) > MOST_PRIORITY:
-            want = f"an int from {-MOST_PRIORITY} to {MOST_PRIORITY}"
-            raise RequestError(expected("priority", want, repr(priority), "0 is usual"))
-        text, ids = self._tokenized(prompt)
-        if params.stop and self._tokenizer is None:
-            raise RequestError(
-                expected("stop", "no strings without a tokenizer", params.stop, "pass a tokenizer")
-            )
-        self._sampler.check(params)
-        if len(ids) > self._max_tokens:
-            want = f"at most {self._max_tokens} tokens, as many as the model has positions"
-            raise RequestError(expected("prompt", want, len(ids), "cut it"))
-        # The last token's own K/V are not needed, so it may be one more than there are positions.
-        most = self._max_tokens + 1 - len(ids)
-        if params.max_tokens > most:
-            params = dataclasses.replace(
-                params, max_tokens=most, min_tokens=min(params.min_tokens, most)
-            )
-        size = self._pool.geometry.page_size
-        needed = least_pages(len(ids), params.max_tokens, size)
-        if needed > self._most_pages:
-            raise OutOfPages(
-                needed, self._most_pages, "lower max_tokens, or make the pool larger (max_memory)"
-            )
-        return Request(
-            text, ids, params, priority, self._tokenizer, is_awaited=is_awaited, streams=streams
-        )
-
-    def _tokenized(self, prompt: Prompt) -> tuple[str | None, list[int]]:
-        if isinstance(prompt, str):
-            if self._tokenizer is None:
-                raise RequestError(
-                    expected("prompt", "token ids without a tokenizer", "text", "pass a tokenizer")
-                )
-            text, ids = prompt, list(self._tokenizer(prompt)["input_ids"])
-        else:
-            text, ids = None, _token_ids(prompt)
-        if not ids:
-            raise RequestError(
-                expected("prompt", "at least one token", "none", "begin with the BOS token, say")
-            )
-        if not 0 <= min(ids) <= max(ids) < self._vocab_size:
-            raise RequestError(
-                expected(
-                    "prompt",
-                    f"token ids from 0 to {self._vocab_size - 1}",
-                    f"{min(ids)} to {max(ids)}",
-                    "use the model's own tokenizer",
-                )
-            )
-        return text, ids
-
     def _submit(self, request: Request, request_id: str | None = None) -> None:
         """Hand a request to the core. Raises RequestError for an id that cannot be."""
         live, params = self._live.by_id, request.params
@@ -478,9 +379,7 @@ class Engine:
         if not live:  # a step may be in flight still that computes what nobody wants
             self._core.settle()
             self._core.runner.refresh()
-        stop_ids = params.stop_token_ids
-        if not params.ignore_eos:
-            stop_ids = tuple(dict.fromkeys([*self._eos_ids, *stop_ids]))
+        stop_ids = self._inputs.stop_ids(params)
         seed = params.seed
         if seed is None and not params.is_greedy:
             seed = int(self._seeds.integers(1 << 63))
@@ -531,7 +430,7 @@ class Engine:
 
         def begin() -> None:
             with self._turn(awake=True):
-                begun.append(self._new_request(prompt, params, priority, streams=streams))
+                begun.append(self._inputs.request(prompt, params, priority, streams=streams))
                 self._submit(begun[0])
             if is_cancelled.is_set():
                 self._abandon(*begun)
@@ -626,63 +525,6 @@ class Engine:
             raise PageForgeError("engine: expected it awake, got it asleep; call wake() first")
 
 
-@contextlib.contextmanager
-def _served(model: PreTrainedModel) -> Iterator[None]:
-    """The model under pageforge attention and in evaluation mode; afterwards as it was.
-
-    It is marked meanwhile: of two engines on it, the first to close would leave the other without.
-    """
-    if SERVED in vars(model):
-        raise RequestError(
-            expected("model", "one that no engine serves", "one in use", "close that engine first")
-        )
-    training = [module for module in model.modules() if module.training]
-    with pageforge_attention_on(model):
-        setattr(model, SERVED, True)
-        try:
-            model.eval()
-            yield
-        finally:
-            delattr(model, SERVED)
-            for module in training:
-                module.training = True
-
-
 def _check_count(name: str, value: object) -> None:
     if not isinstance(value, int) or isinstance(value, bool) or value < 1:
         raise RequestError(expected(name, "an int of at least 1", repr(value), "raise it"))
-
-
-def _listed(prompts: Prompt | SequenceOf[Prompt]) -> list[Prompt]:
-    """One prompt, or several, as a list."""
-    if isinstance(prompts, str | Mapping) or not isinstance(prompts, Iterable):
-        return [prompts]  # a mapping is no prompt either: `_token_ids` says so
-    several = [each for each in prompts if not isinstance(each, int)]
-    return several if len(several) == len(prompts) else [[*prompts]]
-
-
-def _token_ids(prompt: SequenceOf[int]) -> list[int]:
-    try:
-        # A tokenizer's BatchEncoding and a chat's message are mappings: their names are no tokens.
-        if not isinstance(prompt, Mapping):
-            return [operator.index(token) for token in prompt]
-    except TypeError:  # no sequence, or not of ints
-        pass
-    raise RequestError(
-        expected(
-            "prompt",
-            "text or a list of token ids",
-            reprlib.repr(prompt),
-            "pass a tokenizer's input_ids; make text of messages by its chat template",
-        )
-    )
-
-
-def _eos_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None) -> tuple[int, ...]:
-    """The tokens that end a text, as `generate` has them, or else the tokenizer."""
-    ids = getattr(model.generation_config, "eos_token_id", None)
-    if ids is None and tokenizer is not None:
-        ids = tokenizer.eos_token_id
-    if ids is None:
-        return ()
-    return (ids,) if isinstance(ids, int) else tuple(ids)

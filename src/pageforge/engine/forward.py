@@ -12,7 +12,8 @@ from transformers import PreTrainedModel
 
 from pageforge.engine.device_rows import DeviceRows
 from pageforge.engine.packed import PackedCache
-from pageforge.engine.step import NO_TOKEN, StepShape
+from pageforge.engine.sequence import NO_TOKEN
+from pageforge.engine.step import StepShape
 from pageforge.engine.step_buffer import LoadedStep
 from pageforge.errors import UnsupportedModel
 from pageforge.hf.decode_step import RECOMPILES

@@ -7,7 +7,8 @@ from typing import Any
 
 import numpy as np
 
-from pageforge.engine.core import End, Flight
+from pageforge.engine.flight import Flight
+from pageforge.engine.listener import End
 from pageforge.engine.logprobs import Logprobs
 from pageforge.engine.outputs import FinishReason, Logprob, RequestOutput, TokenLogprobs
 from pageforge.engine.request import Request
@@ -15,7 +16,7 @@ from pageforge.engine.sequence import Sequence
 
 
 class LiveRequests:
-    """Requests by id. The methods are those of `core.Listener`."""
+    """Requests by id. The methods are those of Listener."""
 
     def __init__(self) -> None:
         self.by_id: dict[str, Request] = {}

@@ -18,6 +18,12 @@ from pageforge.engine.params import SamplingParams
 from pageforge.engine.sequence import Sequence
 from pageforge.engine.text import Detokenizer, Tokenizer
 
+PRIORITY = 1 << 40
+"""Ranks that one priority has: as many requests as ever come."""
+
+MOST_PRIORITY = (1 << 22) - 1
+"""The largest, either way: ranks are int64."""
+
 
 class _Branch:
     """One of a request's n completions, while it is generated."""

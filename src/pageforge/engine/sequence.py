@@ -14,6 +14,10 @@ from pageforge.memory.prefix import PrefixCursor
 EMPTY = np.iinfo(np.int64).max
 """The rank of a row without a sequence: after all others."""
 
+NO_TOKEN = -1
+"""What the host sees instead of a token where logits made no sense; never one that ends a sequence,
+so that rows with fewer stop tokens are filled up with it."""
+
 NO_CHUNK = np.iinfo(np.int32).max
 
 LOGPROBS_CHUNK = 256
@@ -142,6 +146,9 @@ class Rows:
         self.step_tokens = np.zeros(max_running, np.int32)
         self.room = np.zeros(max_running, np.int32)  # tokens that its pages hold
         self.prompt = np.zeros(max_running, np.int32)  # tokens of the prompt
+        self.seed = np.zeros(max_running, np.uint64)
+        self.is_watched = np.zeros(max_running, np.bool_)
+        self.stop_ids = np.full((max_running, 1), NO_TOKEN, np.int64)  # wider as they come
         self.epoch = np.zeros(max_running, np.int64)  # counts the row's sequences
         self.tokens = np.zeros((max_running, FIRST_WIDTH), np.int32)
         self.num_running = 0
@@ -179,7 +186,7 @@ class Rows:
         """Give `sequence` a row; its pages have room for `room` tokens."""
         assert self.sequences[row] is None and sequence.row < 0
         count = len(sequence.tokens)
-        self._widen(sequence.limit)
+        self._widen(sequence.limit, len(sequence.stop_ids))
         self.sequences[row] = sequence
         self.rank[row] = sequence.rank
         self.length[row] = count
@@ -189,6 +196,10 @@ class Rows:
         self.step_tokens[row] = sequence.step_tokens
         self.room[row] = room
         self.prompt[row] = sequence.num_prompt
+        self.seed[row] = sequence.seed
+        self.is_watched[row] = sequence.is_watched
+        self.stop_ids[row] = NO_TOKEN
+        self.stop_ids[row, : len(sequence.stop_ids)] = sequence.stop_ids
         self.tokens[row, :count] = sequence.tokens
         self.epoch[row] += 1
         self.num_running += 1
@@ -221,7 +232,20 @@ class Rows:
         sequence.num_pending = int(self.pending[row])
         sequence.num_computed = int(self.computed[row])
 
-    def _widen(self, limit: int) -> None:
+    def tokens_of(self, sequence: Sequence) -> npt.NDArray[np.int32]:
+        """The tokens that the host knows of a sequence, whether it runs or not."""
+        row = sequence.row
+        return sequence.tokens if row < 0 else self.tokens[row, : self.length[row]]
+
+    def generated(self, row: int) -> list[int]:
+        """The tokens that the host knows of a row, those of the prompt apart."""
+        tokens: list[int] = self.tokens[row, self.prompt[row] : self.length[row]].tolist()
+        return tokens
+
+    def _widen(self, limit: int, num_stop_ids: int) -> None:
+        missing = num_stop_ids - self.stop_ids.shape[1]
+        if missing > 0:
+            self.stop_ids = np.pad(self.stop_ids, ((0, 0), (0, missing)), constant_values=NO_TOKEN)
         width = self.tokens.shape[1]
         if limit > width:
             wider = np.zeros((len(self.sequences), max(limit, 2 * width)), np.int32)

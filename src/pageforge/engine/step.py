@@ -18,9 +18,6 @@ from torch import Tensor
 from pageforge.engine.sequence import Rows
 from pageforge.graphs import bucket
 
-NO_TOKEN = -1
-"""What the host sees instead of a token where logits made no sense."""
-
 StepArrays = list[npt.NDArray[Any]]
 """A step's numbers: int64 arrays, then int32 ones; `part_lengths` says how many, and how long."""
 
