@@ -181,6 +181,78 @@ def test_an_interrupt_while_pages_are_claimed_loses_none(
             check("llama", prompt, 30, outputs[str(number)].token_ids)
 
 
+@pytest.mark.parametrize("behind", ["runner", "sampler", "rows"])
+def test_an_interrupt_while_a_row_moves_loses_nothing(
+    behind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Some of what a row has has moved by then, and some has not."""
+    launch_ahead(monkeypatch)
+    asked = prompts(6, seed=8)
+    # The last rows live longest: they move to the front. One counts its tokens.
+    params = [
+        SamplingParams(max_tokens=3 + 5 * number, temperature=0, frequency_penalty=number % 2)
+        for number in range(6)
+    ]
+    with engine_on("llama") as engine:
+        alone = [engine.generate([p], of)[0].token_ids for p, of in zip(asked, params, strict=True)]
+        for number, prompt in enumerate(asked):
+            engine.add_request(prompt, params[number], request_id=str(number))
+        core, left = engine._core, [1]
+        owner = {"runner": core.runner, "sampler": core._sampler, "rows": core.rows}[behind]
+        name = "move" if behind == "rows" else "move_row"
+        method = getattr(owner, name)
+
+        def interrupted(*arguments: Any) -> Any:
+            found = method(*arguments)
+            if left:
+                left.pop()
+                raise KeyboardInterrupt
+            return found
+
+        monkeypatch.setattr(owner, name, interrupted)
+        outputs: dict[str, RequestOutput] = {}
+        with pytest.raises(KeyboardInterrupt):
+            while True:
+                outputs |= {output.request_id: output for output in engine.step()}
+        outputs |= run_all(engine)
+        assert [outputs[str(number)].token_ids for number in range(6)] == alone
+
+
+def test_who_cannot_be_described_after_an_interrupt_fails_alone(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    launch_ahead(monkeypatch)
+    asked = prompts(3, seed=8)
+    with engine_on("llama") as engine:
+        for number, prompt in enumerate(asked):
+            engine.add_request(prompt, GREEDY, request_id=str(number))
+        for _ in range(3):
+            engine.step()
+        core, left = engine._core, [torch.OutOfMemoryError("by the test"), KeyboardInterrupt()]
+        launch, set_row = core.runner.launch, core._sampler.set_row
+
+        def interrupted(*arguments: Any, **options: Any) -> Any:
+            step = launch(*arguments, **options)
+            if len(left) == 2:
+                raise left.pop()
+            return step
+
+        def failing(*arguments: Any, **options: Any) -> None:
+            if len(left) == 1:
+                raise left.pop()
+            set_row(*arguments, **options)
+
+        monkeypatch.setattr(core.runner, "launch", interrupted)
+        monkeypatch.setattr(core._sampler, "set_row", failing)
+        with pytest.raises(KeyboardInterrupt):
+            engine.step()
+        outputs = run_all(engine)
+        assert isinstance(outputs["0"].error, torch.OutOfMemoryError)
+        for number in (1, 2):
+            check("llama", asked[number], 8, outputs[str(number)].token_ids)
+        assert engine._pool.stats().pages_used == 0
+
+
 PLACES = {
     "core": ("_note", "_admit", "_leave_row", "_compact", "_release", "_catch_up"),
     "forks": ("share", "leave"),

@@ -126,9 +126,9 @@ class Core:
             self._mend()
         # Two are in flight only if the last call was interrupted.
         self._land(in_flight=0 if self._needs_host else 1)
-        if self._may_compact:
-            self._compact()
         try:
+            if self._may_compact:
+                self._compact()
             launched = self._launch(self._next_plan())
         except BaseException:  # an interrupt, mostly
             self._is_torn = True
@@ -145,12 +145,17 @@ class Core:
         """
         self.pool.drop_prefix_cache()
         self._land()
-        for sequence in filter(None, self.rows.sequences):
+        self._needs_host.clear()
+        self._wants_prompt.clear()
+        for sequence in [each for each in self.rows.sequences if each is not None]:
             self.rows.refresh(sequence)
             self.rows.room[sequence.row] = sequence.pages.length
             self._pages.show(sequence, 0)
             self._sampler.clear_row(sequence.row)
-            self._describe(sequence)
+            try:
+                self._describe(sequence)
+            except Exception as error:  # no memory for the sampler: the others go on
+                self.finish(sequence, "error", error)
         self._is_torn = False
 
     def settle(self) -> None:
