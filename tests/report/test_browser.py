@@ -282,6 +282,24 @@ def test_a_phone_scrolls_one_way_only(opened: Callable[..., Any]) -> None:
         assert box["x"] + box["width"] <= width
 
 
+def test_a_phone_shows_words_whole_and_that_a_table_goes_on(opened: Callable[..., Any]) -> None:
+    page = opened(**PHONE, color_scheme="light")
+    for code in page.query_selector_all(".contents th code"):
+        lines = code.evaluate("element => element.getClientRects().length")
+        assert lines == 1, code.inner_text()
+    hint = "getComputedStyle(document.querySelector('.scroll')).backgroundImage"
+    assert page.evaluate(hint).count("linear-gradient") == 4
+    reason = page.query_selector("tr.failed td.reason")
+    assert reason.bounding_box()["width"] <= PHONE["viewport"]["width"]
+
+
+def test_ticks_have_a_space_before_their_unit(desktop: Any) -> None:
+    ticks = [
+        tick.text_content() for tick in desktop.query_selector_all("#vram-0-growth-0 .ytick text")
+    ]
+    assert any(tick.endswith("\N{NO-BREAK SPACE}MB") for tick in ticks), ticks
+
+
 # --- the pool -------------------------------------------------------------------------------
 
 

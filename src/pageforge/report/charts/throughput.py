@@ -6,10 +6,20 @@ from collections.abc import Iterator, Sequence
 
 from pageforge.report.axis import Axis
 from pageforge.report.charts import arrivals
-from pageforge.report.figures import Figure, Record, failures, grouped, ran
+from pageforge.report.figures import (
+    REPEATS,
+    Figure,
+    Record,
+    described,
+    failures,
+    first_run,
+    grouped,
+    ran,
+    whiskers,
+)
 from pageforge.report.panels.bars import Bar, Bars
 
-WORKLOAD = ("workload", "requests", "prompt_tokens", "new_tokens")
+REQUESTS, TOKENS = ("workload", "requests"), ("prompt_tokens", "new_tokens")
 
 
 def figures(results: Sequence[Record]) -> Iterator[Figure]:
@@ -18,16 +28,24 @@ def figures(results: Sequence[Record]) -> Iterator[Figure]:
     yield Figure(
         "tokens",
         "Whole workloads",
-        "New tokens a second from token ids to text, all requests there at once; whiskers from "
-        "the slowest to the fastest repeat.",
-        "The first run of each way, which compiles and captures.",
+        f"New tokens a second from token ids to text, all requests there at once"
+        f"{whiskers(records, 'tokens_per_s', REPEATS)}.",
+        first_run(records),
         [
-            Bars(case, Axis("tokens a second"), [_bar(record) for record in group])
-            for case, group in grouped(records, *WORKLOAD).items()
+            Bars(_case(group[0]), Axis("tokens a second"), [_bar(record) for record in group])
+            for group in grouped(records, *REQUESTS, *TOKENS).values()
         ],
         failures(results, "throughput", "way", "workload"),
     )
     yield from arrivals.figures(results)
+
+
+def _case(record: Record) -> str:
+    """`uniform, 4 requests, in all 23 prompt tokens, 16 new tokens`."""
+    requests, tokens = (described(record, *names) for names in (REQUESTS, TOKENS))
+    if tokens:
+        tokens[0] = f"in all {tokens[0]}"
+    return ", ".join([*requests, *tokens])
 
 
 def _bar(record: Record) -> Bar:
