@@ -76,6 +76,16 @@ def kernels() -> Iterator[Record]:
                 "failure": None,
             }
     yield {"section": "decode", **case, "candidate": "flashinfer", "us": None, "failure": FAILURE}
+    for sizes in ("1024 pages of 589,824 bytes", "64 pages of 2 MiB"):
+        yield {
+            "section": "cache",
+            "op": "swap_in",
+            "sizes": sizes,
+            "bytes": 603_979_776,
+            "ceiling_bytes_per_s": 55e9,
+            "candidate": "pageforge swap_in",
+            "us": 11_745.0,
+        }
 
 
 def throughput() -> Iterator[Record]:

@@ -284,6 +284,10 @@ def test_a_phone_scrolls_one_way_only(opened: Callable[..., Any]) -> None:
 
 def test_a_phone_shows_words_whole_and_that_a_table_goes_on(opened: Callable[..., Any]) -> None:
     page = opened(**PHONE, color_scheme="light")
+    widen = (
+        "for (const cell of document.querySelectorAll('.contents td')) cell.append('x'.repeat(50))"
+    )
+    page.evaluate(widen)  # as many sets would
     for code in page.query_selector_all(".contents th code"):
         lines = code.evaluate("element => element.getClientRects().length")
         assert lines == 1, code.inner_text()
@@ -291,6 +295,17 @@ def test_a_phone_shows_words_whole_and_that_a_table_goes_on(opened: Callable[...
     assert page.evaluate(hint).count("linear-gradient") == 4
     reason = page.query_selector("tr.failed td.reason")
     assert reason.bounding_box()["width"] <= PHONE["viewport"]["width"]
+
+
+def test_a_phone_has_room_for_all_labels(opened: Callable[..., Any]) -> None:
+    page = opened(**PHONE, color_scheme="light")
+    ticks = page.query_selector_all(".chart .ytick text, .chart .xtick text")
+    labels = [tick for tick in ticks if tick.is_visible()]  # Plotly hides those without room
+    assert any("589,824 bytes" in label.text_content() for label in labels)
+    for label in labels:
+        box = label.bounding_box()
+        assert box["x"] >= 0, label.text_content()
+        assert box["x"] + box["width"] <= PHONE["viewport"]["width"], label.text_content()
 
 
 def test_ticks_have_a_space_before_their_unit(desktop: Any) -> None:

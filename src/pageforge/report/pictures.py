@@ -53,7 +53,7 @@ def canvas(figure: Figure, told: str, on: str) -> Any:
     head = TITLE + LEGEND_ROW * ceil_div(len(figure.legend), a_row)
     height = sum(heights) + head + FOOT
     drawn = Canvas(figsize=(width, height), dpi=DPI, facecolor=LIGHT["paper"])
-    inside = (0, FOOT / height, 1, 1 - (head + FOOT) / height)
+    inside = (0.01, FOOT / height, 0.98, 1 - (head + FOOT) / height)
     drawn.set_layout_engine("constrained", rect=inside)
     grid = drawn.subplots(len(rows), columns, squeeze=False, height_ratios=heights)
     for axes, panel in zip(grid.flat, panels, strict=False):
@@ -75,9 +75,12 @@ def _height(panel: Panel) -> float:
 
 
 def _heading(panel: Panel) -> list[str]:
-    """Its lines."""
-    parts = [panel.title, panel.shown.title]
-    return wrap(": ".join(filter(None, parts)), HEADING)
+    """Its lines: one if it is short, else the quantity has its own."""
+    parts = list(filter(None, [panel.title, panel.shown.title]))
+    line = ": ".join(parts)
+    return (
+        [line] if len(line) <= HEADING else [row for part in parts for row in wrap(part, HEADING)]
+    )
 
 
 def _draw(axes: Any, panel: Panel, look: Looks) -> None:

@@ -31,7 +31,8 @@
   /** A space between a tick's number and its unit, which Plotly leaves out: 300 MB. */
   function space(place) {
     for (const tick of place.querySelectorAll(".xtick text, .ytick text")) {
-      tick.textContent = tick.textContent.replace(/^([\d.,]+)([kMGTm\u00b5]?B)$/, "$1\u00a0$2");
+      const parts = /^([\d.,]+)([kMGTm\u00b5]?B)$/.exec(tick.textContent);
+      if (parts) tick.textContent = `${parts[1]}\u00a0${parts[2]}`;
     }
   }
 

@@ -22,7 +22,7 @@ LETTER, SPACE = 7, 14
 TICKS = 4
 """At most: a phone has room for few."""
 
-NAME = 20
+NAME = 18
 """Letters of a line of a row's name: a phone has no room for more beside the bars."""
 
 DIGITS = 3
