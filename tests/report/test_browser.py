@@ -284,10 +284,13 @@ def test_a_phone_scrolls_one_way_only(opened: Callable[..., Any]) -> None:
 
 def test_a_phone_shows_words_whole_and_that_a_table_goes_on(opened: Callable[..., Any]) -> None:
     page = opened(**PHONE, color_scheme="light")
-    widen = (
-        "for (const cell of document.querySelectorAll('.contents td')) cell.append('x'.repeat(50))"
+    page.evaluate(
+        """() => {  // many sets, and names longer than any word of the questions
+            const all = (selector) => document.querySelectorAll(`.contents ${selector}`);
+            for (const cell of all("td")) cell.append("x".repeat(50));
+            for (const name of all("code")) name.textContent = "a_long_name_of_it";
+        }"""
     )
-    page.evaluate(widen)  # as many sets would
     for code in page.query_selector_all(".contents th code"):
         lines = code.evaluate("element => element.getClientRects().length")
         assert lines == 1, code.inner_text()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from itertools import combinations
+from itertools import combinations, pairwise
 from typing import Any
 
 import pytest
@@ -26,6 +26,10 @@ PANELS = {
     "long names": [
         Bars("swap_out", Axis("share of a plain copy's rate"), [Bar(name, 0.9, note="51.9 GB/s")])
         for name in ("1024 pages of 589,824 bytes", "a name of many letters, and of more words")
+    ],
+    "bytes": [
+        Bars("", Axis("bytes", "B", prefixed=True), [Bar("pageforge, prompt once", 182e6)])
+        for _ in range(2)
     ],
     "a long legend": [
         Curves(
@@ -72,6 +76,13 @@ def test_no_words_are_cut_off_or_run_into_others(figure: Figure) -> None:
         assert whole.y0 <= box.y0 <= box.y1 <= whole.y1, item
     for one, other in combinations(boxes, 2):
         assert not one.overlaps(other), (one, other)
+    for axes in panels:
+        low, high = sorted(axes.get_xlim())
+        labels = [
+            tick.label1 for tick in axes.xaxis.get_major_ticks() if low <= tick.get_loc() <= high
+        ]
+        for left, right in pairwise([label.get_window_extent() for label in labels]):
+            assert left.x1 < right.x0
 
 
 def test_it_says_of_what_it_is_and_what_its_symbols_mean() -> None:

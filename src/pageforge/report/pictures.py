@@ -26,7 +26,7 @@ TITLE, LEGEND_ROW, FOOT = 0.7, 0.2, 0.4
 HANDLE, LETTER = 0.5, 0.07
 """Inches of the legend for a name's symbol, and for each of its letters."""
 
-HEADING = 40
+HEADING = 44
 HEADING_ROW = 0.15
 """Letters of a line of a panel's heading, and inches for each line."""
 

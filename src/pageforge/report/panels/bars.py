@@ -132,6 +132,7 @@ class Bars:
             )
         self.value.draw(axes.xaxis, [])
         axes.set_xlim(0, self._end)
+        axes.locator_params(axis="x", nbins=TICKS)
         draw_rows(axes, [bar.where for bar in self.bars])
 
     def _trace(self, bar: Bar, colour: str) -> dict[str, Any]:
