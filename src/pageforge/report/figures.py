@@ -134,6 +134,17 @@ def grouped(records: Sequence[Record], *fields: str) -> dict[str, list[Record]]:
     return groups
 
 
+def by_workload(records: Sequence[Record]) -> dict[str, list[Record]]:
+    """Records by `uniform, 4 requests, in all 23 prompt tokens, 16 new tokens`."""
+    groups: dict[str, list[Record]] = {}
+    for record in records:
+        case = described(record, "workload", "requests")
+        if tokens := described(record, "prompt_tokens", "new_tokens"):
+            case.append(f"in all {', '.join(tokens)}")
+        groups.setdefault(", ".join(case), []).append(record)
+    return groups
+
+
 def by_way(
     records: Sequence[Record], over: str, value: str, *, way: str = "way", spread: bool = False
 ) -> list[Curve]:

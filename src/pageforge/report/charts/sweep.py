@@ -10,6 +10,7 @@ from pageforge.report.figures import (
     Figure,
     Record,
     by_way,
+    by_workload,
     failures,
     first_run,
     ran,
@@ -28,7 +29,7 @@ def figures(results: Sequence[Record]) -> Iterator[Figure]:
 
 def _workload(results: Sequence[Record]) -> Iterator[Figure]:
     records = [_named(r) for r in ran(results, "workload", "page_size", "tokens_per_s")]
-    case = same(records, "workload", "requests", "new_tokens")
+    case = " ".join(f"Workload: {case}." for case in by_workload(records) if case)
     yield Figure(
         "memory",
         "Memory over that of the tokens that live",

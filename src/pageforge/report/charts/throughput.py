@@ -10,16 +10,13 @@ from pageforge.report.figures import (
     REPEATS,
     Figure,
     Record,
-    described,
+    by_workload,
     failures,
     first_run,
-    grouped,
     ran,
     whiskers,
 )
 from pageforge.report.panels.bars import Bar, Bars
-
-REQUESTS, TOKENS = ("workload", "requests"), ("prompt_tokens", "new_tokens")
 
 
 def figures(results: Sequence[Record]) -> Iterator[Figure]:
@@ -32,20 +29,12 @@ def figures(results: Sequence[Record]) -> Iterator[Figure]:
         f"{whiskers(records, 'tokens_per_s', REPEATS)}.",
         first_run(records),
         [
-            Bars(_case(group[0]), Axis("tokens a second"), [_bar(record) for record in group])
-            for group in grouped(records, *REQUESTS, *TOKENS).values()
+            Bars(case, Axis("tokens a second"), [_bar(record) for record in group])
+            for case, group in by_workload(records).items()
         ],
         failures(results, "throughput", "way", "workload"),
     )
     yield from arrivals.figures(results)
-
-
-def _case(record: Record) -> str:
-    """`uniform, 4 requests, in all 23 prompt tokens, 16 new tokens`."""
-    requests, tokens = (described(record, *names) for names in (REQUESTS, TOKENS))
-    if tokens:
-        tokens[0] = f"in all {tokens[0]}"
-    return ", ".join([*requests, *tokens])
 
 
 def _bar(record: Record) -> Bar:
