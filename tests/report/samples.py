@@ -150,7 +150,7 @@ def parity() -> Iterator[Record]:
 
 def sharing() -> Iterator[Record]:
     """Beams of two ways."""
-    for way, size in (("dynamic", 500_000), ("paged", 300_000)):
+    for way, size in (("dynamic", 170_000_000), ("paged", 153_000_000)):
         pages = {"pages_shared": 4, "pages_used": 20, "pages_named": 60, "pages_copied": 9}
         held = {"cache_peak_bytes": size} | (pages if way == "paged" else {})
         yield {"section": "sharing", "case": "beams", "way": way, **held}

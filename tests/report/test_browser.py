@@ -6,6 +6,7 @@ import json
 import os
 import shutil
 from collections.abc import Callable, Iterator
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -309,6 +310,11 @@ def test_a_phone_has_room_for_all_labels(opened: Callable[..., Any]) -> None:
         box = label.bounding_box()
         assert box["x"] >= 0, label.text_content()
         assert box["x"] + box["width"] <= PHONE["viewport"]["width"], label.text_content()
+    for chart in page.query_selector_all(".chart"):
+        below = [tick for tick in chart.query_selector_all(".xtick text") if tick.is_visible()]
+        boxes = sorted([tick.bounding_box() for tick in below], key=lambda box: box["x"])
+        for left, right in pairwise(boxes):
+            assert left["x"] + left["width"] < right["x"], [t.text_content() for t in below]
 
 
 def test_ticks_have_a_space_before_their_unit(desktop: Any) -> None:

@@ -127,8 +127,18 @@ def test_throughput_draws_bars_and_waits_over_rates() -> None:
 @pytest.mark.parametrize(
     ("repeats", "low", "whiskers", "not_shown"),
     [
-        ((3, 3), 90.0, True, "The first run of each, which compiles and captures."),
-        ((1, 1), 100.0, False, "The first run of each, which compiles and captures."),
+        (
+            (3, 3),
+            90.0,
+            True,
+            "The first run of each, which warms up; a GPU compiles and captures in it.",
+        ),
+        (
+            (1, 1),
+            100.0,
+            False,
+            "The first run of each, which warms up; a GPU compiles and captures in it.",
+        ),
         ((0, 0), 100.0, False, "each ran once, and that first run is what is shown."),
         ((3, 0), 90.0, True, "some ran once, and that first run is what is shown."),
     ],

@@ -121,7 +121,7 @@ def first_run(records: Sequence[Record]) -> str:
     """What is not shown of runs, whose first is left out where there are `repeats` of it."""
     alone = [record.get("repeats") == 0 for record in records]
     if not any(alone):
-        return "The first run of each, which compiles and captures."
+        return "The first run of each, which warms up; a GPU compiles and captures in it."
     each = "each" if all(alone) else "some"
     return f"How far runs differ: {each} ran once, and that first run is what is shown."
 

@@ -19,7 +19,7 @@ ROOM = 1.03
 LETTER, SPACE = 7, 14
 """Where the axis ends, over the longest bar; CSS pixels beyond it, for that bar's figure."""
 
-TICKS = 4
+TICKS = 3
 """At most: a phone has room for few."""
 
 NAME = 18
@@ -132,7 +132,7 @@ class Bars:
             )
         self.value.draw(axes.xaxis, [])
         axes.set_xlim(0, self._end)
-        axes.locator_params(axis="x", nbins=TICKS)
+        axes.locator_params(axis="x", nbins=TICKS + 1)
         draw_rows(axes, [bar.where for bar in self.bars])
 
     def _trace(self, bar: Bar, colour: str) -> dict[str, Any]:
