@@ -76,6 +76,16 @@ def kernels() -> Iterator[Record]:
                 "failure": None,
             }
     yield {"section": "decode", **case, "candidate": "flashinfer", "us": None, "failure": FAILURE}
+    for sizes in ("1024 pages of 589,824 bytes", "64 pages of 2 MiB"):
+        yield {
+            "section": "cache",
+            "op": "swap_in",
+            "sizes": sizes,
+            "bytes": 603_979_776,
+            "ceiling_bytes_per_s": 55e9,
+            "candidate": "pageforge swap_in",
+            "us": 11_745.0,
+        }
 
 
 def throughput() -> Iterator[Record]:
@@ -140,7 +150,7 @@ def parity() -> Iterator[Record]:
 
 def sharing() -> Iterator[Record]:
     """Beams of two ways."""
-    for way, size in (("dynamic", 500_000), ("paged", 300_000)):
+    for way, size in (("dynamic", 170_000_000), ("paged", 153_000_000)):
         pages = {"pages_shared": 4, "pages_used": 20, "pages_named": 60, "pages_copied": 9}
         held = {"cache_peak_bytes": size} | (pages if way == "paged" else {})
         yield {"section": "sharing", "case": "beams", "way": way, **held}

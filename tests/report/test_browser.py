@@ -6,6 +6,7 @@ import json
 import os
 import shutil
 from collections.abc import Callable, Iterator
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -280,6 +281,47 @@ def test_a_phone_scrolls_one_way_only(opened: Callable[..., Any]) -> None:
         box = drawing.bounding_box()
         assert box["x"] >= 0
         assert box["x"] + box["width"] <= width
+
+
+def test_a_phone_shows_words_whole_and_that_a_table_goes_on(opened: Callable[..., Any]) -> None:
+    page = opened(**PHONE, color_scheme="light")
+    page.evaluate(
+        """() => {  // many sets, and names longer than any word of the questions
+            const all = (selector) => document.querySelectorAll(`.contents ${selector}`);
+            for (const cell of all("td")) cell.append("x".repeat(50));
+            for (const name of all("code")) name.textContent = "a_long_name_of_it";
+        }"""
+    )
+    for code in page.query_selector_all(".contents th code"):
+        lines = code.evaluate("element => element.getClientRects().length")
+        assert lines == 1, code.inner_text()
+    hint = "getComputedStyle(document.querySelector('.scroll')).backgroundImage"
+    assert page.evaluate(hint).count("linear-gradient") == 4
+    reason = page.query_selector("tr.failed td.reason")
+    assert reason.bounding_box()["width"] <= PHONE["viewport"]["width"]
+
+
+def test_a_phone_has_room_for_all_labels(opened: Callable[..., Any]) -> None:
+    page = opened(**PHONE, color_scheme="light")
+    ticks = page.query_selector_all(".chart .ytick text, .chart .xtick text")
+    labels = [tick for tick in ticks if tick.is_visible()]  # Plotly hides those without room
+    assert any("589,824 bytes" in label.text_content() for label in labels)
+    for label in labels:
+        box = label.bounding_box()
+        assert box["x"] >= 0, label.text_content()
+        assert box["x"] + box["width"] <= PHONE["viewport"]["width"], label.text_content()
+    for chart in page.query_selector_all(".chart"):
+        below = [tick for tick in chart.query_selector_all(".xtick text") if tick.is_visible()]
+        boxes = sorted([tick.bounding_box() for tick in below], key=lambda box: box["x"])
+        for left, right in pairwise(boxes):
+            assert left["x"] + left["width"] < right["x"], [t.text_content() for t in below]
+
+
+def test_ticks_have_a_space_before_their_unit(desktop: Any) -> None:
+    ticks = [
+        tick.text_content() for tick in desktop.query_selector_all("#vram-0-growth-0 .ytick text")
+    ]
+    assert any(tick.endswith("\N{NO-BREAK SPACE}MB") for tick in ticks), ticks
 
 
 # --- the pool -------------------------------------------------------------------------------

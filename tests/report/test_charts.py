@@ -87,7 +87,7 @@ def test_vram_draws_every_step() -> None:
     for curve in mapped.curves:
         assert curve.x == list(range(samples.STEPS))
         assert curve.y == [r["mapped_bytes"] for r in records if r["way"] == curve.name]
-    assert "Model gpt2, 32 sequences, 13 prompt tokens." in figures["growth"].measured
+    assert " 32 sequences, 13 prompt tokens." in figures["growth"].measured
     assert [panel.title for panel in figures["most-sequences"].panels] == [
         "13 tokens",
         "113 tokens",
@@ -120,7 +120,59 @@ def test_throughput_draws_bars_and_waits_over_rates() -> None:
     assert tokens.bars[0].whiskers == pytest.approx((10_156.3, 10_156.3))
     titles = [panel.title for panel in figures["arrivals"].panels]
     assert titles[:2] == ["uniform: first token, P50", "uniform: first token, P99"]
-    assert "Ttft limit 500 ms, tpot limit 40 ms." in figures["goodput"].measured
+    said = "Good: first token within 500 ms, then 40 ms a token."
+    assert said in figures["goodput"].measured
+
+
+@pytest.mark.parametrize(
+    ("repeats", "low", "whiskers", "not_shown"),
+    [
+        (
+            (3, 3),
+            90.0,
+            True,
+            "The first run of each, which warms up; a GPU compiles and captures in it.",
+        ),
+        (
+            (1, 1),
+            100.0,
+            False,
+            "The first run of each, which warms up; a GPU compiles and captures in it.",
+        ),
+        ((0, 0), 100.0, False, "each ran once, and that first run is what is shown."),
+        ((3, 0), 90.0, True, "some ran once, and that first run is what is shown."),
+    ],
+)
+def test_what_is_said_of_runs_follows_from_them(
+    repeats: tuple[int, int], low: float, whiskers: bool, not_shown: str
+) -> None:
+    rates = {"tokens_per_s": 100.0, "tokens_per_s_low": low, "tokens_per_s_high": 100.0}
+    sizes = {"requests": 4, "prompt_tokens": 23, "new_tokens": 16}
+    records = [
+        {**rates, **sizes, "workload": "azure-chat", "way": way, "repeats": count, "page_size": 8}
+        for way, count in zip(("engine", "generate"), repeats, strict=True)
+    ]
+    for question, section, name in (
+        ("throughput", "throughput", "tokens"),
+        ("sweep", "workload", "throughput"),
+    ):
+        figure = drawn(question, [{**r, "section": section} for r in records])[name]
+        assert ("whiskers" in figure.measured) is whiskers
+        assert figure.not_shown.endswith(not_shown)
+        case = "azure-chat, 4 requests, in all 23 prompt tokens, 16 new tokens"
+        assert case in figure.measured or case == figure.panels[0].title
+
+
+def test_no_two_figures_have_one_title() -> None:
+    titles = [figure.title for question in CHARTS for figure in drawn(question).values()]
+    assert len(set(titles)) == len(titles)
+
+
+def test_a_small_pools_name_says_what_it_is_a_part_of() -> None:
+    figures = drawn("sweep")
+    for name in ("memory", "throughput"):
+        assert list(figures[name].legend) == ["ample", "1/10 of the pages needed"]
+    assert figures["memory"].failures == [f"1/10, pages of 64 tokens: {samples.FAILURE}"]
 
 
 def test_lifecycle_puts_the_batches_behind_each_other() -> None:

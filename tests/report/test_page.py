@@ -14,7 +14,7 @@ from pageforge.bench.questions import QUESTIONS
 from pageforge.bench.report import Report
 from pageforge.errors import ResultsError
 from pageforge.report.page import page, sections
-from pageforge.report.results import machine_name, measured_on, read_sets
+from pageforge.report.results import QUICK, machine_name, measured_on, read_sets, subject
 
 
 class Page(HTMLParser):
@@ -127,6 +127,37 @@ def test_several_recordings_lie_in_one_folder(tmp_path: Path) -> None:
     assert 'id="recording-1-steps-0"' in text
 
 
+def test_nothing_is_missing_where_nothing_was_asked(tmp_path: Path) -> None:
+    samples.write(tmp_path / "mine", samples.CPU, ["recording"])
+    found = sections(read_sets(tmp_path))
+    assert [section.name for section in found] == ["recording"]
+    assert 'class="note missing"' not in page(read_sets(tmp_path), found)
+    samples.write(tmp_path / "asked", samples.CPU, ["vram"])
+    assert {section.name for section in sections(read_sets(tmp_path))} > QUESTIONS.keys()
+
+
+@pytest.mark.parametrize("quick", [True, False])
+def test_a_quick_run_is_marked_where_its_figures_stand(tmp_path: Path, quick: bool) -> None:
+    samples.write(tmp_path, samples.CPU, ["vram"])
+    path = tmp_path / "vram.jsonl"
+    head, rest = path.read_text().split("\n", 1)
+    command = "pageforge bench vram --device cpu" + quick * " --quick"
+    path.write_text(json.dumps({**json.loads(head), "command": command}) + "\n" + rest)
+    sets = read_sets(tmp_path)
+    (section,) = [found for found in sections(sets) if found.entries]
+    (entry,) = section.entries
+    assert section.status(tmp_path.name) == ("quick" if quick else "measured")
+    assert entry.told == "gpt2 on CPU, 2 cores" + quick * f". {QUICK}"
+    marked = len(entry.figures) + 1 if quick else 0
+    assert page(sets, [section]).count(QUICK) == marked
+
+
+def test_what_is_measured_of_several_models_names_none(results: Path) -> None:
+    files = {file.question: file for file in read_sets(results)["cpu"]}
+    assert subject(files["parity"]) == "CPU, 2 cores"
+    assert subject(files["recording"]) == "llama on CPU, 2 cores"
+
+
 def test_a_record_without_a_name_is_refused_by_its_files_name(tmp_path: Path) -> None:
     samples.write(tmp_path, samples.CPU, ["latency"])
     path = tmp_path / "latency.jsonl"
@@ -149,7 +180,7 @@ def test_a_folder_is_a_set_and_so_is_each_below_it(tmp_path: Path) -> None:
     assert machine_name(sets["h200/gpt2"][0]) == "NVIDIA H200"
     day = file.began[:10]
     assert measured_on(file) == (
-        f"CPU, 2 cores, commit 0123456789ab, pageforge 0.1.0, torch 2.13.0, "
+        f"gpt2 on CPU, 2 cores, commit 0123456789ab, pageforge 0.1.0, torch 2.13.0, "
         f"transformers 5.24.0, {day}"
     )
 

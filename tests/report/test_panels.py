@@ -50,6 +50,51 @@ def test_curves(style) -> None:
     assert panel.layout()["shapes"][0]["y0"] == 1.0
 
 
+@pytest.mark.parametrize(("y", "anchor"), [([1.1, 3.0], "top"), ([0.9, 0.2], "bottom")])
+def test_the_name_of_a_limit_stands_where_the_curves_are_not(y, anchor) -> None:
+    panel = Curves("", Axis("step"), MS, [Curve("a", [0, 1], y)], limits={"no waste": 1.0})
+    assert panel.layout()["annotations"][0]["yanchor"] == anchor
+    (text,) = axes_of(panel).texts
+    assert text.get_va() == anchor
+
+
+def test_a_curve_upon_another_leaves_its_marks_to_be_seen() -> None:
+    names = {"a": [1.0, 2.0], "b": [1.0, 2.0], "c": [1.0, 3.0], "d": [7.0, 8.0]}
+    panel = Curves("", Axis("x"), MS, [Curve(name, [0, 1], y) for name, y in names.items()])
+    look = looks(panel.names)
+    first, second, third, apart = (t["marker"]["size"] for t in panel.traces(look))
+    assert first > second > third == apart
+    sizes = [line.get_markersize() for line in axes_of(panel).lines]
+    assert sizes[0] > sizes[1] > sizes[2] == sizes[3]
+    assert len({item.marker for item in look.values()}) == 4
+
+
+def test_a_logarithmic_axis_says_so_where_it_is_one() -> None:
+    wide, narrow = (
+        Curves("", Axis("size", log=True), LOG, [Curve("a", [1, end], [1.0, end])])
+        for end in (100, 2)
+    )
+    assert wide.shown.title == "one step, ms (log scale)"
+    assert wide.layout()["xaxis"]["title"]["text"] == "size (log scale)"
+    assert axes_of(wide).get_xlabel() == "size (log scale)"
+    assert narrow.shown.title == "one step, ms"
+    assert axes_of(narrow).get_xlabel() == "size"
+
+
+def test_a_logarithmic_axis_ends_where_the_data_do() -> None:
+    panel = Dots("", LOG, [Row("a", {"P50": 4.1, "P99": 55.0})])
+    low, high = axes_of(panel).get_xlim()
+    assert 3 < low < 4.1
+    assert 55 < high < 80
+
+
+def test_long_names_of_rows_take_several_lines() -> None:
+    panel = Bars("", MS, [Bar("a", 1.0, label="1024 pages of 589,824 bytes")])
+    assert panel.layout()["yaxis"]["ticktext"] == ["1024 pages of<br>589,824 bytes"]
+    (label,) = axes_of(panel).get_yticklabels()
+    assert label.get_text() == "1024 pages of\n589,824 bytes"
+
+
 def test_bars() -> None:
     bars = [Bar("engine", 101.0, 90.0, 104.0), Bar("generate", 8.814, note="1 GB/s")]
     panel = Bars("uniform", Axis("tokens a second"), bars)

@@ -21,6 +21,9 @@ FEW_DECADES, MANY_DECADES = 2, 5
 
 DECADE = 10
 
+ROUNDING = 1e-9
+"""By which part a power of ten may miss the value that it is."""
+
 SMALL = 1e-4
 """Below this, numbers are written with a power of ten."""
 
@@ -50,8 +53,9 @@ class Axis:
 
     @property
     def title(self) -> str:
-        """`label`, with the unit where the ticks do not carry it."""
-        return f"{self.label}, {self.unit}" if self.unit and not self._tick_unit else self.label
+        """`label`, with the unit where the ticks do not carry it; a logarithmic axis says so."""
+        label = f"{self.label}, {self.unit}" if self.unit and not self._tick_unit else self.label
+        return f"{label} (log scale)" if self.log else label
 
     @property
     def _tick_unit(self) -> str:
@@ -99,14 +103,19 @@ class Axis:
             axis.set_major_formatter(lambda value, _: self._tick(value))
 
     def _ticks(self, reached: Sequence[float]) -> list[float]:
-        """Where ticks stand if it is not left to the library: few, at round numbers."""
+        """Where ticks stand if it is not left to the library: few round numbers in what is drawn.
+
+        Matplotlib widens an axis for a tick beyond.
+        """
         positive = [value for value in reached if value > 0]
         if self.values or not self.log or not positive:
             return list(self.values)
         low, high = math.floor(math.log10(min(positive))), math.ceil(math.log10(max(positive)))
         within = STEPS if high - low <= FEW_DECADES else STEPS[:1]
         every = ceil_div(high - low, MANY_DECADES) or 1
-        return [step * 10.0**power for power in range(low, high + 1, every) for step in within]
+        ticks = [step * 10.0**power for power in range(low, high + 1, every) for step in within]
+        least, most = min(positive) * (1 - ROUNDING), max(positive) * (1 + ROUNDING)
+        return [tick for tick in ticks if least <= tick <= most]
 
     def _tick(self, value: float) -> str:
         if not self.prefixed:

@@ -15,6 +15,16 @@ from pageforge.report.panels.curves import Curve
 UNITS = frozenset({"bytes", "us", "ms", "s"})
 """With which fields' names end."""
 
+REPEATS = "; whiskers from the slowest to the fastest repeat"
+
+SAID = {
+    "page_size": "pages of {} tokens",
+    "page_tokens": "pages of {} tokens",
+    "ttft_limit_ms": "first token within {} ms",
+    "tpot_limit_ms": "then {} ms a token",
+}
+"""What people say of fields whose names alone read badly."""
+
 Record = Mapping[str, Any]
 """One result: `section`, and the question's own fields."""
 
@@ -80,6 +90,8 @@ def described(record: Record, *fields: str) -> list[str]:
 def _described(name: str, value: Any) -> str:
     if not is_number(value):
         return str(value)
+    if name in SAID:
+        return SAID[name].format(rounded(value))
     label, _, unit = name.rpartition("_")
     if unit in UNITS:
         return f"{label.replace('_', ' ')} {rounded(value)} {unit}"
@@ -89,16 +101,29 @@ def _described(name: str, value: Any) -> str:
 
 
 def same(records: Sequence[Record], *fields: str) -> str:
-    """What all records agree on, as a sentence, such as `Model gpt2, 8 sequences.`, or nothing."""
+    """What all records agree on, as a sentence, such as `8 sequences, batch 2.`, or nothing."""
     agreed = {
         name: records[0].get(name)
         for name in fields
         if records and len({str(record.get(name)) for record in records}) == 1
     }
     text = ", ".join(described(agreed, *fields))
-    if isinstance(agreed.get("model"), str):
-        text = f"model {text}"
     return f"{text[:1].upper()}{text[1:]}." if text else ""
+
+
+def whiskers(records: Sequence[Record], value: str, text: str) -> str:
+    """`text`, which is of the whiskers, if any of them has a length."""
+    ends = [(record.get(f"{value}_low"), record.get(f"{value}_high")) for record in records]
+    return text if any(is_number(low) and low != high for low, high in ends) else ""
+
+
+def first_run(records: Sequence[Record]) -> str:
+    """What is not shown of runs, whose first is left out where there are `repeats` of it."""
+    alone = [record.get("repeats") == 0 for record in records]
+    if not any(alone):
+        return "The first run of each, which warms up; a GPU compiles and captures in it."
+    each = "each" if all(alone) else "some"
+    return f"How far runs differ: {each} ran once, and that first run is what is shown."
 
 
 def grouped(records: Sequence[Record], *fields: str) -> dict[str, list[Record]]:
@@ -106,6 +131,17 @@ def grouped(records: Sequence[Record], *fields: str) -> dict[str, list[Record]]:
     groups: dict[str, list[Record]] = {}
     for record in records:
         groups.setdefault(", ".join(described(record, *fields)), []).append(record)
+    return groups
+
+
+def by_workload(records: Sequence[Record]) -> dict[str, list[Record]]:
+    """Records by `uniform, 4 requests, in all 23 prompt tokens, 16 new tokens`."""
+    groups: dict[str, list[Record]] = {}
+    for record in records:
+        case = described(record, "workload", "requests")
+        if tokens := described(record, "prompt_tokens", "new_tokens"):
+            case.append(f"in all {', '.join(tokens)}")
+        groups.setdefault(", ".join(case), []).append(record)
     return groups
 
 

@@ -16,7 +16,7 @@ from pageforge.report.charts import CHARTS
 from pageforge.report.figures import Figure
 from pageforge.report.palette import DARK, LIGHT, MARKS
 from pageforge.report.panels.base import MARGIN, Panel
-from pageforge.report.results import Sets, machine_name, measured_on
+from pageforge.report.results import QUICK, Sets, is_quick, measured_on, subject
 from pageforge.report.tables import Table, tables
 
 ASSETS = Path(__file__).parent / "assets"
@@ -48,10 +48,20 @@ class Entry:
 
     set: str
     file: ResultFile
-    machine: str
+    subject: str
     on: str
     figures: Sequence[Shown]
     tables: Sequence[Table]
+
+    @property
+    def note(self) -> str:
+        """What must be known of all its figures."""
+        return QUICK if is_quick(self.file) else ""
+
+    @property
+    def told(self) -> str:
+        """A line above its pictures."""
+        return ". ".join(filter(None, [self.subject, self.note]))
 
     @property
     def status(self) -> str:
@@ -61,7 +71,9 @@ class Entry:
         if not self.file.results:
             return "left out"
         failed = all(result.get("failure") for result in self.file.results)
-        return "could not run" if failed else "measured"
+        if failed:
+            return "could not run"
+        return "quick" if is_quick(self.file) else "measured"
 
 
 @dataclass(frozen=True)
@@ -87,11 +99,14 @@ class Machine:
 
 
 def sections(sets: Sets) -> list[Section]:
-    """Every question that there is, answered or not; then what else was measured."""
-    titles = {name: question.title for name, question in QUESTIONS.items()}
-    for files in sets.values():
-        for file in files:
-            titles.setdefault(file.question, file.title)
+    """Every question that there is, answered or not; then what else was measured.
+
+    Where nothing but somebody's own runs was recorded, no question was asked, and none is missing.
+    """
+    files = [file for files in sets.values() for file in files]
+    titles = {file.question: file.title for file in files}
+    if titles.keys() & QUESTIONS.keys():
+        titles = {name: question.title for name, question in QUESTIONS.items()} | titles
     return [Section(name, title, _entries(sets, name)) for name, title in titles.items()]
 
 
@@ -109,7 +124,7 @@ def _entry(place: str, set_name: str, file: ResultFile) -> Entry:
     return Entry(
         set_name,
         file,
-        machine_name(file),
+        subject(file),
         measured_on(file),
         [_shown(f"{place}-{figure.name}", figure) for figure in found],
         tables(file.results),

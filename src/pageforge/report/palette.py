@@ -131,10 +131,14 @@ WAYS: Looks = {
 
 
 def looks(names: Iterable[str]) -> dict[str, Look]:
-    """The look of each name: its own, or the next spare one that none of the others has."""
+    """The look of each name: its own, or the next spare colour that none of the others has."""
     names = list(dict.fromkeys(names))
     taken = {WAYS[name].colour for name in names if name in WAYS}
     spare = [colour for colour in SPARE if colour not in taken] or list(SPARE)
     others = [name for name in names if name not in WAYS]
-    found = {name: Look(spare[index % len(spare)]) for index, name in enumerate(others)}
+    marks = list(MARKS)
+    found = {
+        name: Look(spare[index % len(spare)], marks[index % len(marks)])
+        for index, name in enumerate(others)
+    }
     return {name: WAYS.get(name) or found[name] for name in names}

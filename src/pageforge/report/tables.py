@@ -16,6 +16,9 @@ SECTION = "section"
 FEW_LINES, MANY_COLUMNS = 4, 9
 """A table of few lines and many columns is laid on its side: a field a line."""
 
+PROSE = 40
+"""Characters of a text from which on it takes several lines."""
+
 LONG = 60
 """Characters of a list that a cell shows at once."""
 
@@ -32,6 +35,11 @@ class Cell:
     text: str
     is_numeric: bool
     is_long: bool = False
+
+    @property
+    def is_prose(self) -> bool:
+        """Text that is broken into lines, such as the reason of a failure."""
+        return not self.is_numeric and not self.is_long and len(self.text) > PROSE
 
     @property
     def is_rounded(self) -> bool:

@@ -38,5 +38,5 @@ def _pictures(questions: Sequence[Section], folder: Path) -> Iterator[Path]:
             for shown in entry.figures:
                 if shown.charts:
                     path = folder / f"{head}-{shown.figure.name}.png"
-                    picture(shown.figure, entry.on, path)
+                    picture(shown.figure, entry.told, entry.on, path)
                     yield path

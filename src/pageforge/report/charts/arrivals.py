@@ -46,11 +46,11 @@ def figures(results: Sequence[Record]) -> Iterator[Figure]:
     )
     good = ran(records, "arrivals", "goodput_per_s")
     limits = same(good, "ttft_limit_ms", "tpot_limit_ms")
+    limits = f" Good: {limits[0].lower()}{limits[1:]}" if limits else ""
     yield Figure(
         "goodput",
         "Requests served in time",
-        f"Requests answered in a second whose first token, and each token after it, came within "
-        f"their limits. {limits}",
+        f"Requests a second that were answered well: each of their tokens in time.{limits}",
         NOT_SHOWN,
         [
             Curves(

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from pageforge.report.axis import Axis
-from pageforge.report.figures import Figure, Record, failures, grouped, ran, same
+from pageforge.report.figures import Figure, Record, failures, grouped, ran, whiskers
 from pageforge.report.panels.bars import Bar, Bars
 from pageforge.report.panels.dots import Dots, Row
 
@@ -14,7 +14,7 @@ PERCENTILES = {"P50": "p50_ms", "P95": "p95_ms", "P99": "p99_ms"}
 STEP = Axis("one decode step", "ms", log=True)
 
 SECTIONS = {
-    "steps": ("A decode step", "cuDNN attention is off."),
+    "steps": ("A decode step, way by way", "cuDNN attention is off."),
     "padded": ("With left-padded rows", "Rows have from no left padding to nearly half a prompt."),
     "cudnn": (
         "Where torch may choose cuDNN's attention",
@@ -36,7 +36,7 @@ def _steps(results: Sequence[Record], section: str, title: str, said: str) -> Fi
         section,
         title,
         f"The model call alone, on the host's clock, synchronised before and after; all ways by "
-        f"turns in one run. {said} {same(records, 'model')}",
+        f"turns in one run. {said}",
         "Sampling, tokenising and the prompt; steps that compile or capture. Weights are random.",
         [
             Dots(case, STEP, [_row(record) for record in group])
@@ -55,8 +55,8 @@ def _generate(results: Sequence[Record]) -> Figure:
     return Figure(
         "generate",
         "model.generate",
-        f"New tokens a second of whole greedy calls by turns; whiskers from the slowest to the "
-        f"fastest. {same(records, 'model')}",
+        f"New tokens a second of whole greedy calls by turns"
+        f"{whiskers(records, 'tokens_per_s', '; whiskers from the slowest to the fastest')}.",
         "The first call of each way, which compiles or captures; answers that end early.",
         [
             Bars(case, Axis("tokens a second"), [_bar(record) for record in group])

@@ -29,7 +29,7 @@ def figures(results: Sequence[Record]) -> Iterator[Figure]:
         f"first's."
         for r in reused
     )
-    case = same(ran(results, "setting"), "model", "sequences", "prompt_tokens", "pages_total")
+    case = same(ran(results, "setting"), "sequences", "prompt_tokens", "pages_total")
     yield Figure(
         "timeline",
         "Two batches, one after the other",

@@ -28,7 +28,7 @@ def figures(results: Sequence[Record]) -> Iterator[Figure]:
         for value, fields in SERIES
         if (curves := _curves(rows, fields))
     ]
-    source = same(ran(results, "source"), "model", "source", "page_size", "pages_total", "dtype")
+    source = same(ran(results, "source"), "source", "page_size", "pages_total", "dtype")
     yield Figure(
         "steps",
         "Step by step",

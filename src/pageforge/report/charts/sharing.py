@@ -19,7 +19,7 @@ NOT_SHOWN = "The model's own memory, and what a step takes beside the cache."
 def figures(results: Sequence[Record]) -> Iterator[Figure]:
     """The most bytes, the course of the bytes, pages against entries of page tables."""
     records = ran(results, "sharing", "cache_peak_bytes")
-    case = same(records, "model", "branches", "prompt", "new_tokens")
+    case = same(records, "branches", "prompt", "new_tokens")
     yield Figure(
         "peak",
         "Memory at the peak",

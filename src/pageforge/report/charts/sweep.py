@@ -5,7 +5,18 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from pageforge.report.axis import Axis
-from pageforge.report.figures import Figure, Record, by_way, failures, ran, same
+from pageforge.report.figures import (
+    REPEATS,
+    Figure,
+    Record,
+    by_way,
+    by_workload,
+    failures,
+    first_run,
+    ran,
+    same,
+    whiskers,
+)
 from pageforge.report.panels.curves import Curves
 
 
@@ -17,8 +28,8 @@ def figures(results: Sequence[Record]) -> Iterator[Figure]:
 
 
 def _workload(results: Sequence[Record]) -> Iterator[Figure]:
-    records = ran(results, "workload", "page_size", "tokens_per_s")
-    case = same(records, "workload", "requests", "new_tokens")
+    records = [_named(r) for r in ran(results, "workload", "page_size", "tokens_per_s")]
+    case = " ".join(f"Workload: {case}." for case in by_workload(records) if case)
     yield Figure(
         "memory",
         "Memory over that of the tokens that live",
@@ -43,10 +54,10 @@ def _workload(results: Sequence[Record]) -> Iterator[Figure]:
     )
     yield Figure(
         "throughput",
-        "Tokens a second",
-        f"New tokens a second of the same workload; whiskers from the slowest to the fastest "
-        f"repeat. A smaller pool has the same bytes for every page size. {case}",
-        "The first run of each, which compiles and captures.",
+        "Tokens a second, by page size",
+        f"New tokens a second of the same workload{whiskers(records, 'tokens_per_s', REPEATS)}. "
+        f"A smaller pool has the same bytes for every page size. {case}",
+        first_run(records),
         [
             Curves(
                 "",
@@ -60,6 +71,12 @@ def _workload(results: Sequence[Record]) -> Iterator[Figure]:
     )
 
 
+def _named(record: Record) -> Record:
+    """With a pool's size as a legend says it: `1/10 of the pages needed`."""
+    pool = str(record.get("pool"))
+    return {**record, "pool": f"{pool} of the pages needed"} if "/" in pool else record
+
+
 def _step(results: Sequence[Record]) -> Figure:
     records = ran(results, "step", "page_size", "p25_ms", "p50_ms", "p75_ms")
     spread = [
@@ -68,7 +85,7 @@ def _step(results: Sequence[Record]) -> Figure:
     ]
     return Figure(
         "step",
-        "A decode step",
+        "A decode step, by page size",
         f"The model call alone, all page sizes by turns: the median, whiskers to the quartiles. "
         f"{same(records, 'batch', 'context', 'steps')}",
         "Other batch sizes and contexts.",

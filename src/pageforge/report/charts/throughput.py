@@ -6,10 +6,17 @@ from collections.abc import Iterator, Sequence
 
 from pageforge.report.axis import Axis
 from pageforge.report.charts import arrivals
-from pageforge.report.figures import Figure, Record, failures, grouped, ran
+from pageforge.report.figures import (
+    REPEATS,
+    Figure,
+    Record,
+    by_workload,
+    failures,
+    first_run,
+    ran,
+    whiskers,
+)
 from pageforge.report.panels.bars import Bar, Bars
-
-WORKLOAD = ("workload", "requests", "prompt_tokens", "new_tokens")
 
 
 def figures(results: Sequence[Record]) -> Iterator[Figure]:
@@ -18,12 +25,12 @@ def figures(results: Sequence[Record]) -> Iterator[Figure]:
     yield Figure(
         "tokens",
         "Whole workloads",
-        "New tokens a second from token ids to text, all requests there at once; whiskers from "
-        "the slowest to the fastest repeat.",
-        "The first run of each way, which compiles and captures.",
+        f"New tokens a second from token ids to text, all requests there at once"
+        f"{whiskers(records, 'tokens_per_s', REPEATS)}.",
+        first_run(records),
         [
             Bars(case, Axis("tokens a second"), [_bar(record) for record in group])
-            for case, group in grouped(records, *WORKLOAD).items()
+            for case, group in by_workload(records).items()
         ],
         failures(results, "throughput", "way", "workload"),
     )

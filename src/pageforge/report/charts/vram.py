@@ -18,7 +18,7 @@ BYTES = {
 
 def figures(results: Sequence[Record]) -> Iterator[Figure]:
     """Bytes at each step; sequences in a gigabyte; sequences in a pool that is filled."""
-    case = same(ran(results, "setting"), "model", "sequences", "prompt_tokens", "page_tokens")
+    case = same(ran(results, "setting"), "sequences", "prompt_tokens", "page_tokens")
     yield Figure(
         "growth",
         "Memory behind the cache",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from textwrap import wrap
 from typing import Any
 
 from pageforge.report.axis import Axis
@@ -18,8 +19,11 @@ ROOM = 1.03
 LETTER, SPACE = 7, 14
 """Where the axis ends, over the longest bar; CSS pixels beyond it, for that bar's figure."""
 
-TICKS = 4
+TICKS = 3
 """At most: a phone has room for few."""
+
+NAME = 18
+"""Letters of a line of a row's name: a phone has no room for more beside the bars."""
 
 DIGITS = 3
 """Significant ones, of a bar's figure."""
@@ -61,6 +65,11 @@ class Bars:
     bars: Sequence[Bar]
     key = ""
     marked = False
+
+    @property
+    def shown(self) -> Axis:
+        """See `Panel`."""
+        return self.value
 
     @property
     def names(self) -> Sequence[str]:
@@ -123,6 +132,7 @@ class Bars:
             )
         self.value.draw(axes.xaxis, [])
         axes.set_xlim(0, self._end)
+        axes.locator_params(axis="x", nbins=TICKS + 1)
         draw_rows(axes, [bar.where for bar in self.bars])
 
     def _trace(self, bar: Bar, colour: str) -> dict[str, Any]:
@@ -163,9 +173,11 @@ class Bars:
 
 
 def rows(names: Sequence[str]) -> dict[str, Any]:
-    """A Plotly axis of names, the first on top."""
+    """A Plotly axis of names, the first on top; long ones take several lines."""
     return {
         "type": "category",
+        "tickvals": list(names),
+        "ticktext": ["<br>".join(wrap(name, NAME)) for name in names],
         "categoryorder": "array",
         "categoryarray": list(reversed(dict.fromkeys(names))),
         "automargin": True,
@@ -178,7 +190,7 @@ def rows(names: Sequence[str]) -> dict[str, Any]:
 
 def draw_rows(axes: Any, names: Sequence[str]) -> None:
     """The same for Matplotlib's axes, whose rows stand at 0, 1, ..."""
-    axes.set_yticks(range(len(names)), names)
+    axes.set_yticks(range(len(names)), ["\n".join(wrap(name, NAME)) for name in names])
     axes.set_ylim(len(names) - 0.4, -0.6)
     axes.yaxis.set_tick_params(length=0)
     axes.grid(False, axis="y")

@@ -28,6 +28,10 @@ class Panel(Protocol):
         """The measured quantity."""
 
     @property
+    def shown(self) -> Axis:
+        """`value` as it is drawn: logarithmic only where that shows more."""
+
+    @property
     def names(self) -> Sequence[str]:
         """What the legend tells apart, in order."""
 

@@ -13,6 +13,12 @@ from pageforge.report.palette import LIGHT, Look, Looks
 MARKED = 24
 """A line of up to so many points shows each of them."""
 
+MARK, AROUND = 7, 5
+"""CSS pixels of a point's mark, and how much larger one is that another would hide."""
+
+POINTS = 4 / 7
+"""Of a picture, a CSS pixel."""
+
 HEADROOM = 1.06
 """Where a linear axis ends, over the largest value: zero is always on it."""
 
@@ -46,9 +52,18 @@ class Curves:
     marked = True
 
     @property
+    def shown(self) -> Axis:
+        """See `Panel`."""
+        return self.value.fitted(self._values)
+
+    @property
     def names(self) -> Sequence[str]:
         """The curves'."""
         return [curve.name for curve in self.curves]
+
+    @property
+    def _over(self) -> Axis:
+        return self.over.fitted(self._where)
 
     @property
     def _where(self) -> list[float]:
@@ -65,31 +80,36 @@ class Curves:
 
     def traces(self, look: Looks) -> list[dict[str, Any]]:
         """See `Panel`."""
-        return [self._trace(curve, look[curve.name]) for curve in self.curves]
+        return [
+            self._trace(curve, look[curve.name], size)
+            for curve, size in zip(self.curves, self._sizes(), strict=True)
+        ]
 
     def layout(self) -> dict[str, Any]:
         """See `Panel`. A pointer reads all curves at its place, or the one point that it is at."""
-        over = self.over.fitted(self._where).plotly(self._where)
-        fitted = self.value.fitted(self._values)
+        over, fitted = self._over, self.shown
         value = fitted.plotly(self._values)
         if not fitted.log:
             value["range"] = [0, self._top]
         return {
-            "xaxis": over
+            "xaxis": over.plotly(self._where)
             | {
-                "title": {"text": self.over.title},
+                "title": {"text": over.title},
                 "unifiedhovertitle": {"text": f"{self.over.label} {self.over.hover('x')}"},
                 "showgrid": False,
             },
             "yaxis": value,
             "hovermode": "closest" if self.style == "points" else "x unified",
             "shapes": [_line(limit) for limit in self.limits.values()],
-            "annotations": [_name(*limit, fitted.log) for limit in self.limits.items()],
+            "annotations": [
+                _name(name, limit, self._is_floor(limit), fitted.log)
+                for name, limit in self.limits.items()
+            ],
         }
 
     def draw(self, axes: Any, look: Looks) -> None:
         """See `Panel`."""
-        for curve in self.curves:
+        for curve, size in zip(self.curves, self._sizes(), strict=True):
             colour, marker = LIGHT[look[curve.name].colour], look[curve.name].mark.matplotlib
             marked = self.style == "points" or len(curve.x) <= MARKED
             values = [float("nan") if y is None else y for y in curve.y]
@@ -98,7 +118,7 @@ class Curves:
                 values,
                 color=colour,
                 marker=marker if marked else None,
-                markersize=4,
+                markersize=size * POINTS,
                 linestyle="none" if self.style == "points" else "solid",
                 drawstyle="steps-post" if self.style == "step" else "default",
                 label=curve.name,
@@ -114,19 +134,33 @@ class Curves:
                 name,
                 (0, limit),
                 xycoords=("axes fraction", "data"),
-                xytext=(3, 2),
+                xytext=(3, -2 if self._is_floor(limit) else 2),
                 textcoords="offset points",
+                va="top" if self._is_floor(limit) else "bottom",
                 color=LIGHT["muted"],
                 fontsize="small",
             )
-        self.over.fitted(self._where).draw(axes.xaxis, self._where)
-        fitted = self.value.fitted(self._values)
+        self._over.draw(axes.xaxis, self._where)
+        fitted = self.shown
         fitted.draw(axes.yaxis, self._values)
-        axes.set_xlabel(self.over.title)
+        axes.set_xlabel(self._over.title)
         if not fitted.log:
             axes.set_ylim(0, self._top)
 
-    def _trace(self, curve: Curve, look: Look) -> dict[str, Any]:
+    def _is_floor(self, limit: float) -> bool:
+        """Whether most values lie above a limit, whose name then stands below it."""
+        values = [value for curve in self.curves for value in curve.y if value is not None]
+        return 2 * sum(value >= limit for value in values) > len(values)
+
+    def _sizes(self) -> list[int]:
+        """Of each curve's marks: larger than the marks that are drawn upon them."""
+        places = [set(zip(curve.x, curve.y, strict=True)) for curve in self.curves]
+        return [
+            MARK + AROUND * sum(not own.isdisjoint(later) for later in places[index + 1 :])
+            for index, own in enumerate(places)
+        ]
+
+    def _trace(self, curve: Curve, look: Look, size: int) -> dict[str, Any]:
         is_points = self.style == "points"
         lines = "lines+markers" if len(curve.x) <= MARKED else "lines"
         shape = "hv" if self.style == "step" else "linear"
@@ -137,7 +171,7 @@ class Curves:
             "y": list(curve.y),
             "mode": "markers" if is_points else lines,
             "line": {"color": look.css, "width": 2, "shape": shape},
-            "marker": {"color": look.css, "symbol": look.marker, "size": 7},
+            "marker": {"color": look.css, "symbol": look.marker, "size": size},
             "hovertemplate": self._hover(bool(curve.labels)),
         }
         if curve.labels:
@@ -174,15 +208,15 @@ def _line(limit: float) -> dict[str, Any]:
     }
 
 
-def _name(name: str, limit: float, log: bool) -> dict[str, Any]:
-    """Right above a limit's line."""
+def _name(name: str, limit: float, below: bool, log: bool) -> dict[str, Any]:
+    """Right above a limit's line, or below it."""
     return {
         "text": name,
         "xref": "paper",
         "x": 0,
         "y": math.log10(limit) if log else limit,
         "xanchor": "left",
-        "yanchor": "bottom",
+        "yanchor": "top" if below else "bottom",
         "showarrow": False,
         "font": {"color": "var(--muted)", "size": 11},
     }

@@ -48,6 +48,11 @@ class Dots:
         )
 
     @property
+    def shown(self) -> Axis:
+        """See `Panel`."""
+        return self.value.fitted(self._values)
+
+    @property
     def names(self) -> Sequence[str]:
         """The ways."""
         return [row.name for row in self.rows]
@@ -67,7 +72,7 @@ class Dots:
 
     def layout(self) -> dict[str, Any]:
         """See `Panel`."""
-        fitted = self.value.fitted(self._values)
+        fitted = self.shown
         value = fitted.plotly(self._values)
         if not fitted.log:
             value |= {"rangemode": "tozero"}
@@ -83,7 +88,7 @@ class Dots:
             for value, (_, shape, _) in zip(values, SHAPES, strict=False):
                 filled = {} if shape in "o|" else {"markerfacecolor": LIGHT["paper"]}
                 axes.plot(value, at, shape, color=colour, markersize=6, **filled)
-        fitted = self.value.fitted(self._values)
+        fitted = self.shown
         fitted.draw(axes.xaxis, self._values)
         if not fitted.log:
             axes.set_xlim(left=0)

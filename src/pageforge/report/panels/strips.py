@@ -37,6 +37,11 @@ class Strips:
     marked = True
 
     @property
+    def shown(self) -> Axis:
+        """See `Panel`."""
+        return self.value.fitted(self._values)
+
+    @property
     def names(self) -> Sequence[str]:
         """The ways, in order of first appearance."""
         return list(dict.fromkeys(name for strip in self.strips for name in strip.values))
@@ -64,7 +69,7 @@ class Strips:
 
     def layout(self) -> dict[str, Any]:
         """See `Panel`."""
-        value = self._axis.plotly(self._places)
+        value = self.shown.plotly(self._places)
         if self._has_nothing:
             ticks = self._ticks(value["tickvals"], value["ticktext"])
             value |= {"tickvals": list(ticks), "ticktext": list(ticks.values())}
@@ -95,7 +100,7 @@ class Strips:
                 markersize=5,
                 label=name,
             )
-        self._axis.draw(axes.xaxis, self._places)
+        self.shown.draw(axes.xaxis, self._places)
         if self._has_nothing:
             texts = [text.get_text() for text in axes.get_xticklabels()]
             ticks = self._ticks(axes.get_xticks(), texts)
@@ -122,16 +127,12 @@ class Strips:
         return [value for strip in self.strips for value in strip.values.values()]
 
     @property
-    def _axis(self) -> Axis:
-        return self.value.fitted(self._values)
-
-    @property
     def _places(self) -> list[float]:
         return [self._place(value) for value in self._values]
 
     @property
     def _has_nothing(self) -> bool:
-        return self._axis.log and 0 in self._values
+        return self.shown.log and 0 in self._values
 
     @property
     def _zero(self) -> float:
