@@ -190,12 +190,12 @@ def test_first_calls_are_not_tried_either(tiny: VramBench, monkeypatch: pytest.M
     """Else the kernel would end the process before any case could fail."""
     monkeypatch.setattr(memory_use, "free_bytes", lambda device: 5_500_000_000)
     fed = []
-    monkeypatch.setattr(ModelKV, "feed", lambda self, cache, rows, tokens: fed.append(rows))
-    tiny.sequences = 10**6
+    way = Way(WAYS["dynamic"].make, lambda kv, cache, rows, tokens: fed.append(rows))
+    tiny.ways, tiny.sequences, tiny.filled_at = {"dynamic": way}, 10**6, ()
     vram.run(tiny)
     found = only(tiny.report.records, section="growth", way="dynamic")
     assert [r["failure"] for r in found] == ["MemoryError: needs 16.9 GB, 5.5 GB are free"]
-    assert tiny.sequences not in fed
+    assert fed == []
 
 
 def test_a_pool_that_says_too_little_is_not_believed(
