@@ -435,6 +435,14 @@ def test_a_saved_recording_is_a_result_file(tmp_path: Path, pool: PagePool) -> N
     assert list(tmp_path.iterdir()) == [path]
 
 
+def test_the_folder_of_a_recording_is_made(tmp_path: Path, pool: PagePool) -> None:
+    with pageforge.record(pool) as recorded:
+        pass
+    path = tmp_path / "results" / "mine" / "run.jsonl"
+    recorded.save(str(path))
+    assert read_results(path).question == "recording"
+
+
 def test_a_name_that_the_report_would_not_find_is_refused(tmp_path: Path, pool: PagePool) -> None:
     with pageforge.record(pool) as recorded:
         pass

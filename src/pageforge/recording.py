@@ -20,15 +20,13 @@ from typing import Any, Protocol
 import torch
 
 from pageforge.bench.report import SCHEMA, line, machine
-from pageforge.bench.results import SUFFIX
+from pageforge.bench.results import RECORDING, SUFFIX
 from pageforge.engine.engine import Engine
 from pageforge.errors import PageForgeError, ResultsError, expected
 from pageforge.geometry import total_bytes_per_page
 from pageforge.hf.cache import PagedKVCache
 from pageforge.hf.paged_layer import PagedLayer
 from pageforge.pool import PagePool
-
-QUESTION = "recording"
 
 MOST_ROWS = 1 << 15
 """Where there would be more, every other one goes, and from then on every other step is sampled."""
@@ -118,7 +116,10 @@ class Recording:
         return time.perf_counter() - self._clock if self._seconds is None else self._seconds
 
     def save(self, path: str | PathLike[str]) -> None:
-        """Write a result file; its name ends in .jsonl. A file of that name is replaced."""
+        """Write a result file; its name ends in .jsonl. A file of that name is replaced.
+
+        Its folder is made if it is not there: a run cannot be recorded again.
+        """
         path = Path(path)
         if path.suffix != SUFFIX:
             raise ResultsError(
@@ -135,7 +136,7 @@ class Recording:
             line(
                 "run",
                 schema=SCHEMA,
-                question=QUESTION,
+                question=RECORDING,
                 title=f"What did this {self.source} do?",
                 command=shlex.join(sys.argv),
                 began=self._began,
@@ -145,6 +146,7 @@ class Recording:
             *(line("result", section="step", **row) for row in self._rows),
             line("end", seconds=self.seconds, left_out=[]),
         ]
+        path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text("".join(lines), encoding="utf-8")
 
     def __repr__(self) -> str:

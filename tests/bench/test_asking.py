@@ -114,6 +114,13 @@ def test_a_run_that_is_stopped_leaves_what_it_had(where: Where) -> None:
     assert torch.get_default_dtype() is torch.float32
 
 
+def test_cases_left_out_are_told_apart(where: Where, screen: io.StringIO) -> None:
+    with asking(question("q", fine), where, seconds=0) as run:
+        for case in ("growth, paged", "growth, dynamic"):
+            assert not run.budget.allows(case)
+    assert "no time left for: growth, paged; growth, dynamic\n" in screen.getvalue()
+
+
 def test_without_a_folder_nothing_is_written(where: Where, tmp_path: Path) -> None:
     with asking(question("fine", fine), Where(CPU, {}, where.console, None), seconds=100) as run:
         fine(run)

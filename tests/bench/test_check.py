@@ -10,7 +10,7 @@ from tests.bench.written import write
 from pageforge.bench import check
 from pageforge.bench.check import problems
 from pageforge.bench.questions import Question
-from pageforge.bench.results import read
+from pageforge.bench.results import RECORDING, read_folder, read_results
 
 POOL = {
     "section": "memory",
@@ -28,7 +28,7 @@ POOL = {
 
 def told(folder: Path, record: dict, question: str = "latency", **rest) -> list[str]:
     path = write(folder, question, record, **rest)
-    return [problem.replace(str(path), "FILE") for problem in problems(read(folder))]
+    return [problem.replace(str(path), "FILE") for problem in problems(read_folder(folder))]
 
 
 def test_what_may_be(tmp_path: Path) -> None:
@@ -74,9 +74,13 @@ def test_what_failed(tmp_path: Path) -> None:
 def test_files_that_say_too_little(tmp_path: Path) -> None:
     assert told(tmp_path / "cut", POOL, ended=False) == ["FILE: the run was cut short"]
     path = write(tmp_path / "empty", "latency")
-    assert problems(read(path)) == [f"{path}: no results"]
+    assert problems([read_results(path)]) == [f"{path}: no results"]
     (unknown,) = told(tmp_path / "unknown", POOL, "speed")
     assert unknown.startswith("FILE: unknown question 'speed': one of kernels")
+
+
+def test_a_recording_answers_no_question(tmp_path: Path) -> None:
+    assert told(tmp_path, {**POOL, "pages_returned": 4}, RECORDING) == []
 
 
 def test_a_whole_set_must_show_that_pages_come_back(
@@ -85,10 +89,10 @@ def test_a_whole_set_must_show_that_pages_come_back(
     asked = {name: Question(name, name, lambda run: None, 1) for name in ("latency", "vram")}
     monkeypatch.setattr(check, "QUESTIONS", asked)
     write(tmp_path, "latency", {"section": "steps", "p50_ms": 1.0})
-    assert problems(read(tmp_path)) == []
+    assert problems(read_folder(tmp_path)) == []
     write(tmp_path, "vram", {"section": "growth", "pages_bytes": 1, "mapped_bytes": 2})
-    assert problems(read(tmp_path)) == [
+    assert problems(read_folder(tmp_path)) == [
         "no result has pages_claimed and pages_returned: nothing shows that they hold"
     ]
     write(tmp_path, "vram", POOL)
-    assert problems(read(tmp_path)) == []
+    assert problems(read_folder(tmp_path)) == []

@@ -9,9 +9,10 @@ import pytest
 from rich.console import Console
 from tests.bench.written import write
 
-from pageforge.bench.compare import FEW, Section, compare, heading, shown
+from pageforge.bench.compare import FEW, Section, compare, heading, matched, shown
 from pageforge.bench.fields import case_of, measured_of, spread_of
-from pageforge.bench.results import read
+from pageforge.bench.results import read_folder, read_results, sets_in
+from pageforge.errors import ResultsError
 
 STEP = {"section": "steps", "model": "gpt2", "batch": 1, "padded": False}
 
@@ -24,7 +25,7 @@ def step(way: str, p50: float, spread: float = 0.1, **rest) -> dict:
 def compared(tmp_path: Path, first: list[dict], second: list[dict]) -> list[Section]:
     for name, records in (("a", first), ("b", second)):
         write(tmp_path / name, "latency", *records)
-    return compare(read(tmp_path / "a"), read(tmp_path / "b"))
+    return compare(read_folder(tmp_path / "a"), read_folder(tmp_path / "b"))
 
 
 def test_what_names_a_case_and_what_is_measured() -> None:
@@ -124,7 +125,7 @@ def test_the_screen(tmp_path: Path) -> None:
     second = [step("paged", 1.0), step("dynamic", 1.05), *many(1.1)]
     cut = {"ended": False, "machine": {"device": "cpu", "commit": "def+"}}
     write(tmp_path / "b", "latency", *second, **cut)
-    one, other = read(tmp_path / "a"), read(tmp_path / "b" / "latency.jsonl")
+    one, other = read_folder(tmp_path / "a"), [read_results(tmp_path / "b" / "latency.jsonl")]
 
     lines = printed([heading(one, other), *shown(compare(one, other))])
     assert ["commit", "abc", "def+"] in lines
@@ -137,6 +138,54 @@ def test_the_screen(tmp_path: Path) -> None:
 
     full = printed(shown(compare(one, other), full=True))
     assert ["step", str(FEW), "value_ms", "1", "1.1", "1.100", "-"] in full
+
+
+def test_what_is_the_same_everywhere_is_one_line(tmp_path: Path) -> None:
+    sections = [{"section": name, "value_ms": 1.0} for name in "abcde"]
+    lines = printed(shown(compared(tmp_path, sections, sections)))
+    assert [" ".join(line) for line in lines] == ["the same in both: 5 fields, all of 5 sections"]
+    one = {"section": "a", "value_ms": 2.0}
+    lines = printed(shown(compared(tmp_path, sections, [one, *sections[1:]])))
+    assert lines[0] == ["latency,", "a"]
+    assert " ".join(lines[-1]) == "the same in both: 4 fields, all of 4 sections"
+
+
+# --- folders of sets --------------------------------------------------------------------------
+
+
+def sets(folder: Path, *names: str) -> Path:
+    for name in names:
+        write(folder / name, "latency", step("paged", 2.0))
+    return folder
+
+
+def test_sets_of_the_same_name_are_held_against_each_other(tmp_path: Path) -> None:
+    a = sets(tmp_path / "a", "cpu/gpt2", "h200/gpt2", "old")
+    b = sets(tmp_path / "b", "h200/gpt2", "cpu/gpt2", "new")
+    both, alone = matched(sets_in(a), sets_in(b))
+    assert {name: [file.path for side in pair for file in side] for name, pair in both.items()} == {
+        name: [folder / name / "latency.jsonl" for folder in (a, b)]
+        for name in ("cpu/gpt2", "h200/gpt2")
+    }
+    assert alone == ["only in A: the set old", "only in B: the set new"]
+    title, *_ = printed([heading(*both["cpu/gpt2"], "cpu/gpt2")])
+    assert title == ["cpu/gpt2:", "what", "is", "compared"]
+
+
+def test_the_only_sets_may_be_called_as_they_like(tmp_path: Path) -> None:
+    one, other = sets_in(sets(tmp_path / "a", "cpu")), sets_in(sets(tmp_path / "b", ""))
+    assert matched(one, other) == ({".": (one["cpu"], other["."])}, [])
+
+
+def test_sets_that_do_not_belong_together_are_named(tmp_path: Path) -> None:
+    one = sets_in(sets(tmp_path / "a", "cpu/gpt2", "h200/gpt2"))
+    other = sets_in(sets(tmp_path / "b", "new"))
+    with pytest.raises(ResultsError) as caught:
+        matched(one, other)
+    assert str(caught.value) == (
+        "A and B: expected sets of the same name, or one in each, got [cpu/gpt2, h200/gpt2] in A "
+        "and [new] in B; name the two folders that are to be compared"
+    )
 
 
 def many(value: float) -> list[dict]:

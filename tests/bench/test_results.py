@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from pageforge.bench.report import SCHEMA, Report
-from pageforge.bench.results import read_folder, read_results
+from pageforge.bench.results import read_folder, read_results, sets_in
 from pageforge.errors import ResultsError
 
 HEAD = {
@@ -108,3 +108,21 @@ def test_a_folder(tmp_path: Path) -> None:
     write(tmp_path / "a.jsonl", HEAD, RESULT, END)
     (tmp_path / "notes.txt").write_text("not a result")
     assert [found.question for found in read_folder(tmp_path)] == ["vram", "latency"]
+
+
+def test_folders_below_are_sets_of_their_own(tmp_path: Path) -> None:
+    with pytest.raises(ResultsError, match=r"expected \*.jsonl files, found none"):
+        sets_in(tmp_path)
+    (tmp_path / "h200" / "gpt2").mkdir(parents=True)
+    alone = write(tmp_path / "h200" / "gpt2" / "b.jsonl", HEAD, RESULT, END)
+    assert [*sets_in(tmp_path)] == ["h200/gpt2"]
+    write(tmp_path / "a.jsonl", HEAD | {"question": "latency"}, END)
+    found = sets_in(tmp_path)
+    assert {name: [file.question for file in files] for name, files in found.items()} == {
+        ".": ["latency"],
+        "h200/gpt2": ["vram"],
+    }
+    assert sets_in(alone) == {".": found["h200/gpt2"]}
+    alone.write_text("{}\n")
+    with pytest.raises(ResultsError, match=r"b\.jsonl, line 1: expected the head"):
+        sets_in(tmp_path)

@@ -16,7 +16,7 @@ from pageforge.bench import memory_use, vram
 from pageforge.bench.harness import Budget
 from pageforge.bench.kv import ModelKV
 from pageforge.bench.memory_use import Meter
-from pageforge.bench.report import Report
+from pageforge.bench.report import Report, cell
 from pageforge.bench.run import Run
 from pageforge.bench.vram_context import WAYS, VramBench, Way, static
 
@@ -162,6 +162,40 @@ def test_a_way_that_fails_becomes_a_row_and_the_others_go_on(
     assert len(only(records, section="growth", way="dynamic")) == STEPS + 1
     assert only(records, section="most-sequences", way="absent")[0]["failure"]
     assert "breaks: MemoryError: no more" in screen.getvalue()
+
+
+def test_what_there_is_no_room_for_is_not_tried(
+    tiny: VramBench, screen: io.StringIO, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One row in its place: the static cache's, which is full from the first token on."""
+    free = ROWS * (PROMPT + STEPS) * TOKEN  # in dynamic, to the byte
+    monkeypatch.setattr(memory_use, "free_bytes", lambda device: free)
+    tiny.ways = {"dynamic": WAYS["dynamic"], "static 40": static(40)}
+    tiny.pool_pages, tiny.filled_at = ROWS * 3, (0,)  # 48 tokens a row
+    vram.run(tiny)
+    failed = [r for r in tiny.report.records if "failure" in r]
+    needs = {
+        ("growth", "static 40"): ROWS * 40 * TOKEN,
+        ("most-sequences", "paged"): ROWS * 48 * TOKEN,
+    }
+    assert {(r["section"], r["way"]): r["failure"] for r in failed} == {
+        where: f"MemoryError: needs {cell(size / 1e9)} GB, {cell(free / 1e9)} GB are free"
+        for where, size in needs.items()
+    }
+    assert len(only(tiny.report.records, section="growth", way="dynamic")) == STEPS + 1
+    assert "static 40: MemoryError: needs" in screen.getvalue()
+
+
+def test_first_calls_are_not_tried_either(tiny: VramBench, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else the kernel would end the process before any case could fail."""
+    monkeypatch.setattr(memory_use, "free_bytes", lambda device: 5_500_000_000)
+    fed = []
+    way = Way(WAYS["dynamic"].make, lambda kv, cache, rows, tokens: fed.append(rows))
+    tiny.ways, tiny.sequences, tiny.filled_at = {"dynamic": way}, 10**6, ()
+    vram.run(tiny)
+    found = only(tiny.report.records, section="growth", way="dynamic")
+    assert [r["failure"] for r in found] == ["MemoryError: needs 16.9 GB, 5.5 GB are free"]
+    assert fed == []
 
 
 def test_a_pool_that_says_too_little_is_not_believed(

@@ -53,6 +53,7 @@ def test_usage_errors(invoke, arguments: list[str]) -> None:
     [
         (ModelNotFound("no model 'x'; tried\n  - nothing"), 1, "error: no model 'x'; tried\n  -"),
         (OSError(28, "No space left on device"), 1, "error: [Errno 28] No space left on device"),
+        (OSError(13, "Permission denied", "a.txt"), 1, "error: a.txt: Permission denied"),
         (KeyError("x\ny"), 1, "error: KeyError: 'x\\ny' (`pageforge --debug ...` says where)"),
         (RuntimeError("first\nsecond"), 1, "error: RuntimeError: first (`pageforge --debug"),
         (RuntimeError(), 1, "error: RuntimeError: no message"),

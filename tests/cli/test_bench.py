@@ -22,6 +22,8 @@ def test_help_has_examples(invoke, command: str) -> None:
     assert done.exit_code == 0
     assert f"pageforge bench {command}" in said(done.stdout)
     assert ("--out" in done.stdout) is (command not in ("check", "compare"))
+    if command in QUESTIONS:
+        assert "a file in this folder, called as the question (vram.jsonl)" in said(done.stdout)
 
 
 def test_bench_alone_lists_its_commands(invoke) -> None:
@@ -110,6 +112,15 @@ def test_compare(invoke, tmp_path: Path) -> None:
     done = invoke("bench", "compare", tmp_path / "a", tmp_path / "b")
     assert done.exit_code == 0, done.output
     assert "its one case  value_ms  1  3  3.000      -" in done.stdout
+    for name in ("a", "b"):
+        write(tmp_path / name / "gpt2", "vram", {"section": "s", "value_ms": 5.0})
+    write(tmp_path / "a" / "old", "vram", {"section": "s", "value_ms": 7.0})
+    done = invoke("bench", "compare", tmp_path / "a", tmp_path / "b")
+    assert done.exit_code == 0, done.output
+    assert "its one case  value_ms  1  3  3.000      -" in done.stdout
+    assert "gpt2: what is compared" in done.stdout
+    assert "the same in both: 1 field, all of 1 section\n" in done.stdout
+    assert "only in A: the set old\n" in done.stdout
     (tmp_path / "b" / "vram.jsonl").write_text("something else\n")
     done = invoke("bench", "compare", tmp_path / "a", tmp_path / "b")
     assert done.exit_code == 1
@@ -121,8 +132,14 @@ def test_check(invoke, tmp_path: Path) -> None:
     write(tmp_path, "latency", record)
     done = invoke("bench", "check", tmp_path)
     assert done.exit_code == 0, done.output
-    assert "1 files, 1 results: nothing wrong" in done.stdout
-    write(tmp_path, "latency", {**record, "pages_returned": 4})
+    assert done.stdout == "1 file, 1 result: nothing wrong\n"
+    write(tmp_path / "h200" / "gpt2", "latency", record, record)
+    mine = write(tmp_path / "h200", "recording", record)
+    done = invoke("bench", "check", tmp_path)
+    assert done.exit_code == 0, done.output
+    assert done.stdout == "2 files, 3 results: nothing wrong\n"
+    assert said(done.stderr) == f"{mine}: left out, a recording of a run"
+    write(tmp_path / "h200" / "gpt2", "latency", {**record, "pages_returned": 4})
     done = invoke("bench", "check", tmp_path)
     assert done.exit_code == 1
     assert "pages_claimed 5, but pages_returned 4" in said(done.stderr)
@@ -208,7 +225,8 @@ def test_sweep_on_the_cpu(invoke, tmp_path: Path) -> None:
         (("sweep", "--only", "nothing"), 2, "expected one of step, kernel"),
         (("sweep", "--page-size", "17"), 2, "expected one of 8, 16, 32"),
         (("compare", "/nowhere", "/nowhere"), 2, "does not exist"),
-        (("latency", "--device", "toaster"), 1, "expected cpu or cuda"),
+        (("latency", "--device", "toaster"), 2, "expected cpu, cuda or cuda:N, got toaster"),
+        (("latency", "--out", "/proc/x"), 2, "a folder that can be written to, got /proc/x ("),
     ],
 )
 def test_bad_input(invoke, arguments: tuple[str, ...], code: int, message: str) -> None:

@@ -32,6 +32,15 @@ def test_a_wrong_file_is_refused_by_name(invoke, tmp_path: Path) -> None:
     assert not (tmp_path / "report.html").exists()
 
 
+def test_where_nothing_can_be_written(invoke, tmp_path: Path) -> None:
+    samples.write(tmp_path, samples.CPU, ["latency"])
+    done = invoke("report", tmp_path, "--out", "/proc/x")
+    assert done.exit_code == 2
+    told = said(done.stderr)
+    assert "--out: expected a folder that can be written to, got /proc/x (" in told
+    assert "Errno" not in told
+
+
 def test_a_folder_that_is_not_there_is_refused(invoke, tmp_path: Path) -> None:
     done = invoke("report", tmp_path / "nowhere")
     assert done.exit_code == 2

@@ -164,6 +164,7 @@ def test_a_prompt_from_stdin(invoke, tiny: str, prompts: list[str]) -> None:
         (["a", "--resume"], 2, "give --out"),
         (["a", "--out", __file__], 2, "is there already: --resume goes on with it"),
         (["a", "--out", "absent/out.jsonl"], 2, "there is no folder absent"),
+        (["a", "--out", "/proc/out.jsonl"], 2, "a folder that can be written to, got /proc ("),
         (["a", "--compare", "--stop", "b"], 2, "--max-new-tokens, --temperature and --seed alone"),
         (["a", "--compare", "--completions", "2"], 2, "--temperature and --seed alone"),
     ],
@@ -227,7 +228,7 @@ def test_results_are_printed_in_order_whoever_ends_first(invoke, tiny: str, tmp_
         '{"prompt": [33, 34]}\n'
         '{"prompt": "two", "n": 2, "max_tokens": 3}\n'
     )
-    done = invoke("run", "--file", path, "-m", tiny, "-n", "4", "-q")
+    done = invoke("run", "--file", path, "-m", tiny, "-n", "4")
     assert done.exit_code == 0, done.stderr
     titles = re.findall(r"^\[(.+?)\] (.*)$", done.stdout, re.MULTILINE)
     assert titles == [("a", "long"), ("2", "2 token ids"), ("3.1", "two"), ("3.2", "two")]
@@ -236,6 +237,36 @@ def test_results_are_printed_in_order_whoever_ends_first(invoke, tiny: str, tmp_
     assert found["new_tokens"] == [30, 4, 3]
     assert found["prompts"] == ["long", [33, 34], "two"]
     assert [len(line["outputs"]) for line in found["results"]] == [1, 1, 2]
+
+
+@pytest.mark.parametrize("how", [(), ("--compare",)])
+def test_quiet_prints_the_texts_and_nothing_else(invoke, tiny: str, how: tuple[str, ...]) -> None:
+    asked = ("run", *PROMPTS, "-m", tiny, "-n", "5", *how)
+    texts = json.loads(invoke(*asked, "--json").stdout)["texts"]
+    done = invoke(*asked, "--quiet")
+    assert done.exit_code == 0, done.stderr
+    assert done.stdout == "\n\n".join(printable(text).strip() for text in texts) + "\n"
+
+
+def test_quiet_says_on_stderr_what_failed(invoke, tiny: str, tmp_path: Path) -> None:
+    path = tmp_path / "prompts.jsonl"
+    path.write_text('{"prompt": [999], "id": "a"}\n\n{"prompt": "fine"}\n{"prompt": [257]}\n')
+    done = invoke("run", "--file", path, "-m", tiny, "-n", "5", "--quiet")
+    assert done.exit_code == 1
+    (line,) = done.stdout.splitlines()
+    assert "error" not in line
+    told = said(done.stderr)
+    assert "error: 'a': prompt: expected token ids from 0 to 256, got 999; use" in told
+    assert "error: '4': prompt: expected token ids from 0 to 256, got 257; use" in told
+    assert f"2 of 3 requests failed, first 'a' ({path}, line 1): prompt: expected" in told
+
+
+def test_a_request_of_a_file_is_refused_with_its_line(invoke, tiny: str, tmp_path: Path) -> None:
+    path = tmp_path / "prompts.jsonl"
+    path.write_text('\n{"prompt": [999], "id": "a"}\n')
+    done = invoke("run", "--file", path, "-m", tiny, "-n", "5")
+    assert done.exit_code == 1
+    assert f"first 'a' ({path}, line 2): prompt: expected token ids" in said(done.stderr)
 
 
 def test_out_has_a_line_each_and_the_screen_the_numbers(invoke, tiny: str, tmp_path: Path) -> None:
@@ -305,7 +336,8 @@ def test_a_failing_request_leaves_the_others_alone(invoke, tiny: str, tmp_path: 
     arguments = ("run", "--file", path, "-m", tiny, "-n", "5", "--max-pages", "4")
     done = invoke(*arguments, "--out", out)
     assert done.exit_code == 1
-    message = "2 of 4 requests failed, first 'b': out of pages: needed 6, available 4"
+    failed = f"2 of 4 requests failed, first 'b' ({path}, line 2)"
+    message = f"{failed}: out of pages: needed 6, available 4"
     assert message in said(done.stderr)
     lines = {line["id"]: line for line in lines_of(out)}
     assert lines["b"]["error"].startswith("OutOfPages: out of pages: needed 6, available 4")

@@ -670,6 +670,17 @@ def test_the_model_is_as_it_was(how: str, monkeypatch: pytest.MonkeyPatch) -> No
     assert [len(module._forward_hooks) for module in model.modules()] == hooks
 
 
+def test_params_that_are_none_are_called_so() -> None:
+    wrong: Any = {"max_tokens": 3}
+    with Engine(make(CONFIGS["llama"](), "sdpa"), max_pages=16) as engine:
+        for params in (wrong, [wrong] * 2):
+            with pytest.raises(RequestError, match=r"^params: expected SamplingParams, got dict; "):
+                engine.generate([[5], [6]], params)
+        with pytest.raises(RequestError, match=r"^params: expected one, or 2 of them, got 3; "):
+            engine.generate([[5], [6]], [GREEDY] * 3)
+        assert [out.error for out in engine.generate([[5], [6]], (GREEDY, GREEDY))] == [None] * 2
+
+
 def test_a_wrong_seed_changes_nothing() -> None:
     model = make(CONFIGS["llama"](), "sdpa")
     with pytest.raises(RequestError, match="seed: expected"):

@@ -55,7 +55,7 @@ def test_text_goes_through_the_tokenizer() -> None:
         ("FG", {}, RequestError, "token ids without a tokenizer, got text"),
         ([], {}, RequestError, "at least one token"),
         ([VOCABULARY], {}, RequestError, f"token ids from 0 to {VOCABULARY - 1}"),
-        ([3, -1], {}, RequestError, "got -1 to 3"),
+        ([3, -1, 5], {}, RequestError, "got -1; use"),
         ([5] * (MAX_TOKENS + 1), {}, RequestError, f"at most {MAX_TOKENS} tokens"),
         ({"input_ids": [5]}, {}, RequestError, "text or a list of token ids"),
         ([5.5], {}, RequestError, "text or a list of token ids"),
@@ -73,7 +73,7 @@ def test_what_cannot_be_answered(
 
 def test_params_and_priorities_that_are_none() -> None:
     params: Any = {"max_tokens": 2}
-    with pytest.raises(RequestError, match=r"^params: expected SamplingParams"):
+    with pytest.raises(RequestError, match=r"^params: expected SamplingParams, got dict; "):
         processor().request([5], params)
     for priority in (1 << 22, -(1 << 22), True, 1.5, "high"):
         with pytest.raises(RequestError, match=r"^priority: expected"):

@@ -67,7 +67,7 @@ def test_a_missing_library_is_named_with_what_brings_it(
 ) -> None:
     monkeypatch.setattr(extra, "LIBRARIES", ("jinja2", "no_such_library"))
     with pytest.raises(
-        MissingExtra, match=r"got no no_such_library; pip install 'pageforge\[report\]'"
+        MissingExtra, match=r"got no no_such_library; in a checkout .*pip install -e '\.\[report\]'"
     ):
         write_report(folder, tmp_path / "out")
     assert not (tmp_path / "out").exists()

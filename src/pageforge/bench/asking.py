@@ -53,7 +53,7 @@ def asking(
         yield Run(where.device, report, where.console, budget, model, quick)
     report.end(budget.left_out)
     if budget.left_out:
-        where.console.print(f"no time left for: {', '.join(budget.left_out)}\n")
+        where.console.print(f"no time left for: {'; '.join(budget.left_out)}\n")
 
 
 def ask_all(

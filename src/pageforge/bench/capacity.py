@@ -11,10 +11,11 @@ from transformers.cache_utils import Cache
 
 from pageforge.bench.growth import OwnBytes, check_bytes
 from pageforge.bench.harness import failure
-from pageforge.bench.memory_use import MemoryUse, Meter, storage_bytes
+from pageforge.bench.memory_use import MemoryUse, Meter, check_room, storage_bytes
 from pageforge.bench.report import mb, table
 from pageforge.bench.vram_context import BASE, VramBench, Way, paged
 from pageforge.errors import OutOfPages
+from pageforge.geometry import total_bytes_per_page
 from pageforge.hf.cache import PagedKVCache
 from pageforge.pool import PagePool
 
@@ -70,6 +71,7 @@ def _attempt(
 def fill_pool(bench: VramBench, tokens: int) -> Filled:
     """Sequences, each with a cache of its own, into one pool until it raises OutOfPages."""
     meter = Meter(bench.device)
+    check_room(bench.device, bench.pool_pages * total_bytes_per_page(bench.kv.geometry.groups))
     with PagePool(bench.kv.geometry, max_pages=bench.pool_pages) as pool:
         caches: list[PagedKVCache] = []
         try:
@@ -90,6 +92,7 @@ def fill_pool(bench: VramBench, tokens: int) -> Filled:
 def fill_bytes(bench: VramBench, way: Way, tokens: int, limit: int) -> Filled:
     """Sequences, each with a cache of its own, as long as their storages take `limit` at most."""
     meter = Meter(bench.device)
+    check_room(bench.device, limit)
     caches: list[Cache] = []
     taken = 0
     while True:

@@ -8,7 +8,7 @@ from typing import Any
 
 from pageforge.bench.fields import UNIT, is_number
 from pageforge.bench.questions import QUESTIONS
-from pageforge.bench.results import ResultFile
+from pageforge.bench.results import RECORDING, ResultFile
 
 CLAIMED, RETURNED = "pages_claimed", "pages_returned"
 LEFT = "pages_left"
@@ -25,8 +25,11 @@ REFUSED = ("absent: ", "UnsupportedModel: ")
 
 
 def problems(files: Sequence[ResultFile]) -> list[str]:
-    """What cannot be true in `files`, each with its file and record."""
-    found = [problem for file in files for problem in _of_file(file)]
+    """What cannot be true in the `files` of a set, each with its file and record.
+
+    Nothing is said of recordings, which answer no question.
+    """
+    found = [p for file in files if file.question != RECORDING for p in _of_file(file)]
     if QUESTIONS.keys() <= {file.question for file in files}:
         records = [record for file in files for record in file.results]
         for names in ((CLAIMED, RETURNED), (PAGES,)):

@@ -12,8 +12,9 @@ from rich.text import Text
 
 from pageforge.bench.fields import case_of, measured_of, spread_of
 from pageforge.bench.harness import geometric_mean
-from pageforge.bench.report import cell, table
-from pageforge.bench.results import ResultFile
+from pageforge.bench.report import cell, counted, table
+from pageforge.bench.results import HERE, ResultFile, Sets
+from pageforge.errors import ResultsError, expected, listed
 
 FEW = 40
 """Rows of a section that are all shown; of more only what becomes of each field."""
@@ -77,6 +78,28 @@ class Section:
         }
 
 
+Sides = tuple[list[ResultFile], list[ResultFile]]
+"""A set of A, and the one of B that is held against it."""
+
+
+def matched(first: Sets, second: Sets) -> tuple[dict[str, Sides], list[str]]:
+    """Sets of one name, or the only ones of both sides; and what only one side has, in words.
+
+    Raises ResultsError where no two belong together.
+    """
+    if len(first) == len(second) == 1:
+        (one,), (other,) = first.values(), second.values()
+        return {HERE: (one, other)}, []
+    both = {name: (first[name], second[name]) for name in first if name in second}
+    if not both:
+        want = "sets of the same name, or one in each"
+        got = f"{listed([*first])} in A and {listed([*second])} in B"
+        fix = "name the two folders that are to be compared"
+        raise ResultsError(expected("A and B", want, got, fix))
+    named = [("A", name) for name in first] + [("B", name) for name in second]
+    return both, [f"only in {where}: the set {name}" for where, name in named if name not in both]
+
+
 def compare(first: Sequence[ResultFile], second: Sequence[ResultFile]) -> list[Section]:
     """Every section that either set has, cases matched by what names them."""
     sides = [_by_case(first), _by_case(second)]
@@ -131,8 +154,8 @@ def _text(case: Case) -> str:
 # --- on the screen ----------------------------------------------------------------------------
 
 
-def heading(first: Sequence[ResultFile], second: Sequence[ResultFile]) -> Group:
-    """What was measured where: the two sets' machines and commits."""
+def heading(first: Sequence[ResultFile], second: Sequence[ResultFile], name: str = HERE) -> Group:
+    """What was measured where: the machines and commits of two sets of that name."""
     sides = (first, second)
     rows: list[tuple[object, ...]] = [
         ("folder", *(_distinct(file.path.parent for file in side) for side in sides)),
@@ -149,7 +172,8 @@ def heading(first: Sequence[ResultFile], second: Sequence[ResultFile]) -> Group:
         "noise: within where the spreads overlap that both sides recorded (quartiles, or the "
         "extremes of a few repeats); - where none was recorded"
     )
-    return Group(table("what is compared", ("", "A", "B"), rows), Text(legend))
+    title = "what is compared" if name == HERE else f"{name}: what is compared"
+    return Group(table(title, ("", "A", "B"), rows), Text(legend))
 
 
 def _distinct(values: Iterable[object]) -> str | None:
@@ -158,8 +182,12 @@ def _distinct(values: Iterable[object]) -> str | None:
 
 
 def shown(sections: Sequence[Section], *, full: bool = False) -> Iterator[Group]:
-    """A table for each section. `full`: also of many rows each."""
-    for section in sections:
+    """A table for each section that differs, and a line for all others.
+
+    `full`: also of many rows each.
+    """
+    differing = [section for section in sections if section.pairs or section.unmatched]
+    for section in differing:
         parts: list[Group | Text] = []
         if section.pairs:
             many = len(section.pairs) > FEW and not full
@@ -167,12 +195,17 @@ def shown(sections: Sequence[Section], *, full: bool = False) -> Iterator[Group]
         else:
             parts.append(Text(f"{section.question}, {section.name}", "bold"))
         if section.alike:
-            parts.append(Text(f"the same in both: {section.alike:,} fields"))
-        listed = section.unmatched if full else section.unmatched[:LISTED]
-        parts += map(Text, listed)
-        if len(listed) < len(section.unmatched):
-            parts.append(Text(f"and {len(section.unmatched) - len(listed):,} more (--full)"))
+            parts.append(Text(f"the same in both: {counted(section.alike, 'field')}"))
+        cases = section.unmatched if full else section.unmatched[:LISTED]
+        parts += map(Text, cases)
+        if len(cases) < len(section.unmatched):
+            parts.append(Text(f"and {len(section.unmatched) - len(cases):,} more (--full)"))
         yield Group(*parts)
+    same = [section for section in sections if section not in differing]
+    if same:
+        fields = counted(sum(section.alike for section in same), "field")
+        where = counted(len(same), "section")
+        yield Group(Text(f"the same in both: {fields}, all of {where}"))
 
 
 def _title(section: Section) -> str:

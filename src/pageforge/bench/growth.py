@@ -9,7 +9,7 @@ from typing import Any
 from transformers.cache_utils import Cache
 
 from pageforge.bench.harness import failure, synchronize
-from pageforge.bench.memory_use import MemoryUse, Meter, storage_bytes
+from pageforge.bench.memory_use import MemoryUse, Meter, check_room, storage_bytes
 from pageforge.bench.report import mb, table
 from pageforge.bench.vram_context import BASE, VramBench, Way, free
 from pageforge.hf.cache import PagedKVCache
@@ -45,7 +45,9 @@ def grow(
     """Records of one way: of every step, as far as its rows can hold the tokens, and afterwards."""
     kv, rows = bench.kv, bench.sequences
     meter = Meter(bench.device)
-    cache = way.make(kv, bench.pages(bench.prompt + bench.steps))
+    most = bench.prompt + bench.steps
+    check_room(bench.device, bench.least_bytes(way, most))
+    cache = way.make(kv, bench.pages(most))
     points = []
     try:
         for step in range(bench.steps + 1):

@@ -15,7 +15,9 @@ from torch import Tensor
 from transformers.cache_utils import Cache
 
 from pageforge.bench.harness import synchronize
+from pageforge.bench.report import cell
 from pageforge.bench.settings import give_back
+from pageforge.store import free_bytes
 
 PROCESS = Path("/proc/self")
 
@@ -93,6 +95,13 @@ class Meter:
         else:
             with contextlib.suppress(AttributeError, OSError, TypeError):  # not glibc
                 ctypes.CDLL(None).malloc_trim(0)
+
+
+def check_room(device: torch.device, least: int) -> None:
+    """Raise MemoryError where `least` bytes are not free: the kernel would end the process."""
+    free = free_bytes(device)
+    if least > free:
+        raise MemoryError(f"needs {cell(least / 1e9)} GB, {cell(free / 1e9)} GB are free")
 
 
 def storage_bytes(cache: Cache) -> int:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import itertools
 import string
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -20,6 +22,7 @@ from transformers import (
     PreTrainedTokenizerFast,
     Qwen3Config,
 )
+from transformers.utils import logging as transformers_logging
 
 from pageforge.hf.pretrained import load_model
 
@@ -111,8 +114,21 @@ def model_of(config: PreTrainedConfig, device: torch.device, dtype: torch.dtype)
 
 def trained_model(name: str, device: torch.device, dtype: torch.dtype) -> PreTrainedModel:
     """The trained model of that name, from where `load_model` finds it. Raises ModelNotFound."""
-    model, _ = load_model(name, dtype=dtype, device=device)
+    with _without_bars():
+        model, _ = load_model(name, dtype=dtype, device=device)
     return _endless(model)
+
+
+@contextlib.contextmanager
+def _without_bars() -> Iterator[None]:
+    """Within this context libraries draw no progress bars, which would end up among results."""
+    were_shown = transformers_logging.is_progress_bar_enabled()
+    transformers_logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if were_shown:
+            transformers_logging.enable_progress_bar()
 
 
 def _endless(model: PreTrainedModel) -> PreTrainedModel:

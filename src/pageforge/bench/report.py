@@ -138,6 +138,11 @@ def cell(value: object) -> str:
     return str(value)
 
 
+def counted(number: int, noun: str) -> str:
+    """`1 file`, `1,234 files`."""
+    return f"{number:,} {noun}{'' if number == 1 else 's'}"
+
+
 def mb(num_bytes: int | None) -> float | None:
     """Megabytes (10^6), for a table."""
     return None if num_bytes is None else num_bytes / 1e6

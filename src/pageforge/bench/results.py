@@ -14,6 +14,9 @@ SUFFIX = ".jsonl"
 
 AGAIN = "measure again with `pageforge bench`"
 
+RECORDING = "recording"
+"""Stands for the question in files of `pageforge.record`: somebody's own run, not a measurement."""
+
 
 @dataclass(frozen=True)
 class ResultFile:
@@ -35,9 +38,23 @@ class ResultFile:
     left_out: list[str]
 
 
-def read(path: Path) -> list[ResultFile]:
-    """One result file, or all of a folder. Raises ResultsError."""
-    return read_folder(path) if path.is_dir() else [read_results(path)]
+Sets = dict[str, list[ResultFile]]
+"""Result files by the folder that holds them: a machine, a model, a day."""
+
+HERE = "."
+"""The name of the set that lies in no folder below."""
+
+
+def sets_in(path: Path) -> Sets:
+    """A result file, or those in a folder and in all below it; what one folder holds is a set.
+
+    Its name is the way there from `path`. Raises ResultsError, which names the file, if one is
+    wrong, or if there is none.
+    """
+    if not path.is_dir():
+        return {HERE: [read_results(path)]}
+    holders = sorted({found.parent for found in path.rglob(f"*{SUFFIX}")}) or [path]
+    return {holder.relative_to(path).as_posix(): read_folder(holder) for holder in holders}
 
 
 def read_folder(folder: Path) -> list[ResultFile]:

@@ -13,6 +13,7 @@ import torch
 from pageforge.bench.capacity import most_sequences
 from pageforge.bench.growth import growth
 from pageforge.bench.kv import ModelKV
+from pageforge.bench.memory_use import check_room
 from pageforge.bench.run import Run
 from pageforge.bench.vram_context import WAYS, VramBench, free
 from pageforge.geometry import total_bytes_per_page
@@ -65,6 +66,7 @@ def _warm_up(bench: VramBench) -> None:
     """What libraries load and keep when they are first used is no cache's memory."""
     for way in bench.ways.values():
         with contextlib.suppress(Exception):  # the measurement will say so
+            check_room(bench.device, bench.least_bytes(way, bench.prompt + 1))
             cache = way.make(bench.kv, bench.pages(bench.prompt + 1))
             for tokens in (bench.prompt, 1):
                 way.feed(bench.kv, cache, bench.sequences, tokens)

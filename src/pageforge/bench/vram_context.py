@@ -92,6 +92,10 @@ class VramBench:
         """Where the caches lie."""
         return self.kv.device
 
+    def least_bytes(self, way: Way, tokens: int) -> int:
+        """K/V of rows that grow to `tokens` tokens (arithmetic); some caches take all at once."""
+        return self.sequences * (way.most_tokens or tokens) * self.kv.token_bytes
+
     def pages(self, tokens: int) -> int:
         """Pages for `tokens` tokens in each row."""
         return self.sequences * pages_for(tokens, self.kv.geometry.page_size)

@@ -10,17 +10,21 @@ from rich.console import Console
 from rich.table import Table
 
 from pageforge.cli.jobs import Job, Result
-from pageforge.cli.output import error_line, facts, printable, size
+from pageforge.cli.output import error_line, facts, fail, printable, size
 
 
 class InOrder:
-    """Prints results in the order of their jobs: each as soon as those before it are there."""
+    """Prints results in the order of their jobs: each as soon as those before it are there.
 
-    def __init__(self, jobs: Iterable[Job], console: Console):
+    `quiet`: texts alone, without titles; why a job failed is then said on stderr.
+    """
+
+    def __init__(self, jobs: Iterable[Job], console: Console, *, quiet: bool):
         self._console = console
         self._left = deque(jobs)
         self._is_one_job = len(self._left) == 1
-        self._has_titles = sum(job.params.n for job in self._left) > 1
+        self._is_quiet = quiet
+        self._has_titles = not quiet and sum(job.params.n for job in self._left) > 1
         self._there: dict[str, Result] = {}
         self._is_first = True
 
@@ -33,7 +37,11 @@ class InOrder:
     def _print(self, result: Result) -> None:
         job, output, error = result
         if error is not None:
-            if not self._is_one_job:  # of a single one it is said at the end
+            if self._is_one_job:  # it is said at the end
+                return
+            if self._is_quiet:
+                fail(f"{job.id!r}: {error_line(error)}")
+            else:
                 self.print_answer(job.id, job.title, f"error: {error_line(error)}")
             return
         assert output is not None
@@ -42,7 +50,7 @@ class InOrder:
             self.print_answer(name, job.title, each.text or "")
 
     def print_answer(self, name: str, prompt: str, text: str) -> None:
-        """An answer, with its prompt above it unless it is the only one."""
+        """An answer, with its prompt above it unless it is the only one or all is quiet."""
         console = self._console
         if not self._is_first:
             console.print()

@@ -18,7 +18,7 @@ from pageforge.bench.report import machine, wide
 from pageforge.bench.results import SUFFIX
 from pageforge.bench.run import Run
 from pageforge.cli import options
-from pageforge.cli.models import DeviceError, check_device
+from pageforge.cli.models import check_device
 from pageforge.cli.output import bar, beside, stderr
 
 WHAT = "What is measured"
@@ -28,8 +28,8 @@ Out = Annotated[
     options.option(
         "--out",
         "-o",
-        help=f"Write every record to <QUESTION>{SUFFIX} in this folder, also when stopped "
-        f"half-way; a file of that name is replaced.",
+        help=f"Write every record to a file in this folder, called as the question (vram{SUFFIX}), "
+        f"also when stopped half-way; one that is there is replaced.",
         panel=options.OUTPUT,
         metavar="DIR",
         file_okay=False,
@@ -121,13 +121,15 @@ def bench_bar() -> Progress:
 
 
 def device_of(name: str | None) -> torch.device:
-    """The device called so. Raises DeviceError if it is not here."""
+    """The device called so. Refuses what is no device's name; DeviceError: it is not here."""
     if name is None:
         name = "cuda" if torch.cuda.is_available() else "cpu"
     try:
         device = torch.device(name)
     except RuntimeError:
-        raise DeviceError(f"device: expected cpu or cuda, got {name}; see --help") from None
+        raise typer.BadParameter(
+            f"expected cpu, cuda or cuda:N, got {name}", param_hint="--device"
+        ) from None
     check_device(device)
     return device
 
@@ -146,4 +148,5 @@ def make_folder(out: Path | None) -> None:
     if out is not None:
         if not out.parent.is_dir():
             raise typer.BadParameter(f"no such folder: {out.parent}", param_hint="--out")
+        options.check_writable(out)
         out.mkdir(exist_ok=True)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import tempfile
 from collections.abc import Callable
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -48,6 +50,20 @@ def _parsed_by(parse: Callable[[Any], Any]) -> Callable[[Any], Any]:
             raise typer.BadParameter(str(error)) from None
 
     return check
+
+
+def check_writable(folder: Path) -> None:
+    """Refuse, before any work, a folder for --out that cannot be written to, or not be made."""
+    try:
+        there = next(each for each in (folder, *folder.parents) if each.exists())
+        with tempfile.TemporaryFile(dir=there):
+            pass
+    except OSError as error:
+        raise typer.BadParameter(
+            f"expected a folder that can be written to, got {folder} ({error.strerror}); give "
+            f"another",
+            param_hint="--out",
+        ) from None
 
 
 Model = Annotated[

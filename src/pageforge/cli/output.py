@@ -44,8 +44,10 @@ def error_line(error: Exception) -> str:
             f"out of pages: needed {error.needed}, available {error.available}; raise --max-pages "
             f"or --max-memory, or ask for fewer tokens"
         )
-    if isinstance(error, PageForgeError | OSError):
+    if isinstance(error, PageForgeError):
         return str(error)
+    if isinstance(error, OSError):
+        return f"{error.filename}: {error.strerror}" if error.filename else str(error)
     first = str(error).strip().splitlines() or ["no message"]
     return f"{type(error).__name__}: {first[0]} (`pageforge --debug ...` says where)"
 

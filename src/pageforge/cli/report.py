@@ -7,6 +7,7 @@ from typing import Annotated
 
 import typer
 
+from pageforge.bench.report import counted
 from pageforge.cli import options
 from pageforge.cli.output import stderr, stdout
 from pageforge.report import write_report
@@ -45,10 +46,10 @@ def report(
 
     The page is one file that opens from a disk, without a network.
     """
+    options.check_writable(out or folder)
     page, *pictures = write_report(folder, out or folder)
     stdout().print(str(page), soft_wrap=True)
-    count = f"{len(pictures)} picture{'' if len(pictures) == 1 else 's'}"
-    stderr().print(f"{count} beside it, in {PICTURES}", soft_wrap=True)
+    stderr().print(f"{counted(len(pictures), 'picture')} beside it, in {PICTURES}", soft_wrap=True)
 
 
 def register(app: typer.Typer) -> None:

@@ -133,7 +133,13 @@ def run(
         options.flag("--no-stream", help="Print the text when it is whole.", panel=options.OUTPUT),
     ] = False,
     quiet: Annotated[
-        bool, options.flag("--quiet", "-q", help="Print the text only.", panel=options.OUTPUT)
+        bool,
+        options.flag(
+            "--quiet",
+            "-q",
+            help="Print texts only, an empty line between them: no titles, no numbers.",
+            panel=options.OUTPUT,
+        ),
     ] = False,
     as_json: options.Json = False,
 ) -> None:
@@ -226,7 +232,14 @@ def run(
         rows = [token_ids(job.prompt) for job in jobs]
         batch = padded_batch(loaded, tokenizer, rows, params.max_tokens, temperature, seed)
         found = about | _through_generate(
-            batch, tokenizer, settings, jobs, streaming=streaming, as_json=as_json, compare=compare
+            batch,
+            tokenizer,
+            settings,
+            jobs,
+            streaming=streaming,
+            as_json=as_json,
+            quiet=quiet,
+            compare=compare,
         )
         _tell(found, cache_summary(found), as_json=as_json, quiet=quiet)
         return
@@ -236,7 +249,7 @@ def run(
         start = time.perf_counter()
         try:
             kept = _through_engine(
-                requests, jobs, todo, streaming=streaming, as_json=as_json, out=out
+                requests, jobs, todo, streaming=streaming, as_json=as_json, quiet=quiet, out=out
             )
         except KeyboardInterrupt:
             raise KeyboardInterrupt(*_how_far(before + requests.num_done, jobs, out)) from None
@@ -246,10 +259,11 @@ def run(
     if requests.num_done or as_json:
         _tell(found, engine_summary(found), as_json=as_json, quiet=quiet)
     if failure is not None and failure.error is not None:
-        if len(jobs) == 1:
+        if len(jobs) == 1 and file is None:
             raise failure.error
+        where = "" if file is None else f" ({file}, line {failure.job.number})"
         count = f"{requests.num_failed} of {len(todo)} requests failed"
-        fail(f"{count}, first {failure.job.id!r}: {error_line(failure.error)}")
+        fail(f"{count}, first {failure.job.id!r}{where}: {error_line(failure.error)}")
         raise typer.Exit(1)
 
 
@@ -283,7 +297,10 @@ def _missing(jobs: list[Job], out: Path, *, resume: bool) -> list[Job]:
     """The jobs that are left to do for `out`."""
     if not out.parent.is_dir():
         raise typer.BadParameter(f"there is no folder {out.parent}", param_hint="--out")
-    if not out.exists() or out.stat().st_size == 0:
+    if not out.exists():
+        options.check_writable(out.parent)
+        return jobs
+    if out.stat().st_size == 0:
         return jobs
     if not resume:
         raise typer.BadParameter(
@@ -300,6 +317,7 @@ def _through_engine(
     *,
     streaming: bool,
     as_json: bool,
+    quiet: bool,
     out: Path | None,
 ) -> list[Result]:
     """Do what is left to do. The results, in order, if they are wanted as JSON on stdout."""
@@ -316,7 +334,8 @@ def _through_engine(
         if out is not None:
             take = stack.enter_context(ResultsFile(out)).write
         else:
-            take = kept.append if as_json else InOrder(jobs, beside(shown)).take
+            in_order = InOrder(jobs, beside(shown), quiet=quiet)
+            take = kept.append if as_json else in_order.take
         task = shown.add_task("generating", total=len(jobs), completed=len(jobs) - len(todo))
         for result in requests.answer(todo):
             take(result)
@@ -386,6 +405,7 @@ def _through_generate(
     *,
     streaming: bool,
     as_json: bool,
+    quiet: bool,
     compare: bool,
 ) -> dict[str, Any]:
     """One left-padded batch through `generate`, and what it took."""
@@ -401,7 +421,7 @@ def _through_generate(
         empty = pool.stats()
     texts = [tokenizer.decode(new, skip_special_tokens=True) for new in paged.tokens]
     if not (streaming or as_json):
-        answers = InOrder(jobs, stdout())
+        answers = InOrder(jobs, stdout(), quiet=quiet)
         for job, text in zip(jobs, texts, strict=True):
             answers.print_answer(job.id, job.title, text)
     prompt_tokens = batch.mask.sum(1).tolist()

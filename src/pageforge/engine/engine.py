@@ -163,14 +163,11 @@ class Engine:
         `progress`: show a bar on stderr. A single prompt gives a list of one.
         """
         several = listed(prompts)
-        if params is None or isinstance(params, SamplingParams):
-            each = [params] * len(several)
-        else:
-            each = list(params)
-            if len(each) != len(several):
-                raise RequestError(
-                    expected("params", f"one, or {len(several)} of them", len(each), "one a prompt")
-                )
+        each = [*params] if isinstance(params, SequenceOf) else [params] * len(several)
+        if len(each) != len(several):
+            raise RequestError(
+                expected("params", f"one, or {len(several)} of them", len(each), "one a prompt")
+            )
         requests: list[Request] = []
         try:
             with self._turn(awake=True):

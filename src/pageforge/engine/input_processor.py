@@ -54,7 +54,7 @@ class InputProcessor:
         params = SamplingParams() if params is None else params
         if not isinstance(params, SamplingParams):
             fix = "pass SamplingParams(max_tokens=...)"
-            raise RequestError(expected("params", "SamplingParams", reprlib.repr(params), fix))
+            raise RequestError(expected("params", "SamplingParams", type(params).__name__, fix))
         is_int = isinstance(priority, int) and not isinstance(priority, bool)
         if not is_int or abs(priority) > MOST_PRIORITY:
             want = f"an int from {-MOST_PRIORITY} to {MOST_PRIORITY}"
@@ -104,14 +104,9 @@ class InputProcessor:
                 expected("prompt", "at least one token", "none", "begin with the BOS token, say")
             )
         if not 0 <= min(ids) <= max(ids) < self._vocab_size:
-            raise RequestError(
-                expected(
-                    "prompt",
-                    f"token ids from 0 to {self._vocab_size - 1}",
-                    f"{min(ids)} to {max(ids)}",
-                    "use the model's own tokenizer",
-                )
-            )
+            wrong = next(token for token in ids if not 0 <= token < self._vocab_size)
+            want = f"token ids from 0 to {self._vocab_size - 1}"
+            raise RequestError(expected("prompt", want, wrong, "use the model's own tokenizer"))
         return text, ids
 
 

@@ -15,5 +15,5 @@ def check_extra() -> None:
     if missing:
         raise MissingExtra(
             f"report: expected {', '.join(LIBRARIES)}, got no {' and no '.join(missing)}; "
-            f"pip install 'pageforge[report]'"
+            f"in a checkout of PageForge, pip install -e '.[report]'"
         )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from pageforge.bench.results import SUFFIX, ResultFile, read_folder
+from pageforge.bench.results import HERE, ResultFile, Sets, sets_in
 
 QUICK = "Quick: few cases, not a measurement"
 """What stands by the figures of a quick run."""
@@ -12,22 +12,11 @@ QUICK = "Quick: few cases, not a measurement"
 LIBRARIES = ("torch", "transformers")
 """Whose versions stand beside every figure; all others are in the table of machines."""
 
-Sets = dict[str, list[ResultFile]]
-"""Result files by the folder that holds them: a machine, a model, a day."""
-
 
 def read_sets(folder: Path) -> Sets:
-    """The files in `folder` and in the folders below it; those of one folder belong together.
-
-    Raises ResultsError, which names the file, if one is wrong, or if there is none.
-    """
-    holders = sorted({path.parent for path in folder.rglob(f"*{SUFFIX}")}) or [folder]
-    return {_name(holder, folder): read_folder(holder) for holder in holders}
-
-
-def _name(holder: Path, folder: Path) -> str:
-    """Below `folder`: the way there."""
-    return folder.resolve().name if holder == folder else holder.relative_to(folder).as_posix()
+    """The sets in `folder`; what lies in none below goes by its own name. Raises ResultsError."""
+    own = folder.resolve().name
+    return {own if name == HERE else name: files for name, files in sets_in(folder).items()}
 
 
 def machine_name(file: ResultFile) -> str:
