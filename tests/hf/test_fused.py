@@ -194,6 +194,27 @@ def test_what_it_is_called_and_its_weights_do_not_matter(eps: float, dtype: torc
         assert "forward" in vars(norm)
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float64])
+def test_torch_s_defaults_do_not_matter(dtype: torch.dtype) -> None:
+    norm, gelu = Norm(), ACT2FN["gelu_new"]
+    before = torch.get_default_dtype()
+    try:
+        torch.set_default_dtype(dtype)
+        with torch.device("meta"), fused(nn.Sequential(norm, gelu)):
+            assert "forward" in vars(norm) and "forward" in vars(gelu)
+    finally:
+        torch.set_default_dtype(before)
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode, torch.enable_grad])
+def test_nor_does_whether_gradients_are_kept(mode: Any) -> None:
+    with torch.inference_mode():
+        loaded = Norm()
+    norm = Norm()
+    with mode(), fused(nn.Sequential(norm, loaded)):
+        assert "forward" in vars(norm) and "forward" in vars(loaded)
+
+
 def test_however_it_is_called() -> None:
     norm, heads = Norm(), HeadNorm()
     rows, wide = torch.randn(3, 24), torch.randn(3, 48)

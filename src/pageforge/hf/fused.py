@@ -31,6 +31,9 @@ TANH_GELUS = (NewGELUActivation, FastGELUActivation)
 NEAR = 8 * torch.finfo(torch.float32).eps
 """How far two results of one function may be apart on a trial, which is in float32."""
 
+ON_TRIAL: dict[str, Any] = {"dtype": torch.float32, "device": "cpu"}
+"""Whatever torch's defaults are."""
+
 LARGE = 1e3
 """What most numbers of a trial of a norm are a fraction of: who clamps would do so there."""
 
@@ -85,7 +88,7 @@ def _tanh_gelu(input: Tensor) -> Tensor:
 
 def _is_tanh_gelu(module: nn.Module) -> bool:
     """Whether it still is one: its class's forward may have been replaced."""
-    rows = torch.linspace(-6, 6, 241)
+    rows = torch.linspace(-6, 6, 241, **ON_TRIAL)
     return torch.allclose(module.forward(rows), _tanh_gelu(rows), rtol=NEAR, atol=NEAR)
 
 
@@ -108,11 +111,11 @@ def _is_rms_norm(module: nn.Module, epsilon: float) -> bool:
     ones, of which epsilon is half of what the root is taken of, usual ones, and large ones; and no
     mean is zero, along whatever dim.
     """
-    trial = copy.deepcopy(module).to("cpu", torch.float32)
+    trial = copy.deepcopy(module).to(**ON_TRIAL)
     weight = trial.get_parameter("weight")
-    weight.copy_(torch.linspace(0.5, 1.5, len(weight)))
-    row = torch.linspace(-1, 2, len(weight))
-    scales = torch.tensor([math.sqrt(epsilon), 1, LARGE])[:, None]
+    weight.copy_(torch.linspace(0.5, 1.5, len(weight), **ON_TRIAL))
+    row = torch.linspace(-1, 2, len(weight), **ON_TRIAL)
+    scales = torch.tensor([math.sqrt(epsilon), 1, LARGE], **ON_TRIAL)[:, None]
     rows = torch.stack([scales * row, scales.flip(0) * row.flip(0)])  # [2, 3, D]
     want = functional.rms_norm(rows, weight.shape, weight, epsilon)
     given = rows.clone()
