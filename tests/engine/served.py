@@ -12,7 +12,7 @@ import torch
 from tests.hf.parity import TIE
 from tests.hf.tiny_models import VOCABULARY, attending, tiny
 
-from pageforge.engine import Engine
+from pageforge.engine import Engine, SamplingParams
 from pageforge.engine.core import Core
 from pageforge.engine.flight import Flight
 from pageforge.engine.outputs import RequestOutput
@@ -90,6 +90,17 @@ def check_all_back(engine: Engine) -> None:
     stats = pool.stats()
     assert stats.pages_cached == 0
     assert stats.bytes_mapped <= sum(2 * max(2 << 20, g.bytes_per_page) for g in stats.groups)
+
+
+def begin_all(
+    engine: Engine, asked: list[list[int]], params: SamplingParams | list[SamplingParams]
+) -> None:
+    """Add requests, called 0, 1 and so on, and let them decode: the first tokens are there."""
+    each = params if isinstance(params, list) else [params] * len(asked)
+    for number, (prompt, of_one) in enumerate(zip(asked, each, strict=True)):
+        engine.add_request(prompt, of_one, request_id=str(number))
+    for _ in range(3):
+        engine.step()
 
 
 def run_all(engine: Engine, most: int = 20_000) -> dict[str, RequestOutput]:

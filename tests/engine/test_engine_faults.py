@@ -9,7 +9,15 @@ from typing import Any
 
 import pytest
 import torch
-from tests.engine.served import Tokenizer, check, engine_on, launch_ahead, prompts, run_all
+from tests.engine.served import (
+    Tokenizer,
+    begin_all,
+    check,
+    engine_on,
+    launch_ahead,
+    prompts,
+    run_all,
+)
 from tests.hf.tiny_models import CONFIGS, VOCABULARY, make
 
 from pageforge import OutOfPages, PageForgeError
@@ -87,10 +95,7 @@ def test_an_interrupt_while_a_step_is_waited_for_loses_no_token(
     launch_ahead(monkeypatch)
     asked = prompts(4, seed=8)
     with engine_on("llama") as engine:
-        for number, prompt in enumerate(asked):
-            engine.add_request(prompt, GREEDY, request_id=str(number))
-        for _ in range(3):
-            engine.step()
+        begin_all(engine, asked, GREEDY)
         flight = engine._core._flights[0]
         done = flight.done
 
@@ -120,10 +125,7 @@ def test_an_interrupt_behind_a_launch_loses_no_token(
     params = params if penalised else [GREEDY] * 4
     with engine_on("llama") as engine:
         alone = engine.generate([asked[3]], params[3])[0].token_ids
-        for number, prompt in enumerate(asked):
-            engine.add_request(prompt, params[number], request_id=str(number))
-        for _ in range(3):
-            engine.step()
+        begin_all(engine, asked, params)
         core, left = engine._core, [1]
         owners = {"launch": core.runner, "map_ahead": core.pool, "share": core._forks}
         owner = owners.get(behind, core)
@@ -155,10 +157,7 @@ def test_an_interrupt_while_pages_are_claimed_loses_none(
     asked = prompts(6, seed=8)
     params = SamplingParams(max_tokens=30, temperature=0)
     with engine_on("llama") as engine:
-        for number, prompt in enumerate(asked[:3]):
-            engine.add_request(prompt, params, request_id=str(number))
-        for _ in range(3):
-            engine.step()
+        begin_all(engine, asked[:3], params)
         core, left = engine._core, list(range(calls))
         for number in range(3, 6):
             engine.add_request(asked[number], params, request_id=str(number))
@@ -224,10 +223,7 @@ def test_who_cannot_be_described_after_an_interrupt_fails_alone(
     launch_ahead(monkeypatch)
     asked = prompts(3, seed=8)
     with engine_on("llama") as engine:
-        for number, prompt in enumerate(asked):
-            engine.add_request(prompt, GREEDY, request_id=str(number))
-        for _ in range(3):
-            engine.step()
+        begin_all(engine, asked, GREEDY)
         core, left = engine._core, [torch.OutOfMemoryError("by the test"), KeyboardInterrupt()]
         launch, set_row = core.runner.launch, core._sampler.set_row
 

@@ -215,6 +215,12 @@ def test_nor_does_whether_gradients_are_kept(mode: Any) -> None:
         assert "forward" in vars(norm) and "forward" in vars(loaded)
 
 
+def test_what_is_compiled_is_left_alone() -> None:
+    norm = Norm()
+    with fused(nn.Sequential(norm), compiled=True):
+        assert "forward" not in vars(norm)
+
+
 def test_however_it_is_called() -> None:
     norm, heads = Norm(), HeadNorm()
     rows, wide = torch.randn(3, 24), torch.randn(3, 48)

@@ -235,7 +235,7 @@ def _stub_graph(setting: Setting, compiled: bool) -> Start:
         return logits
 
     memory = GraphMemory(torch.cuda.graph_pool_handle(), torch.cuda.Stream())
-    with contextlib.nullcontext() if compiled else fused(model):  # as fast_decode captures
+    with fused(model, compiled=compiled):  # as fast_decode captures
         captured = CapturedStep(replayed, memory)
 
     def forward(tokens: Tensor) -> Tensor:

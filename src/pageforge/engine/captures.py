@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import time
 from collections import Counter
 
@@ -125,8 +124,7 @@ class Captures:
             if compiles:
                 self._forward.compile(loaded)
             run = self._forward.run_compiled if compiles else self._forward.run
-            # (torch.compile fuses more, and would have to compile each forward put in place.)
-            with contextlib.nullcontext() if compiles else fused(self._model):
+            with fused(self._model, compiled=compiles):
                 step = CapturedStep(lambda: run(shape, loaded), self._memory, undo)
         except torch.cuda.OutOfMemoryError:
             return "there is not enough memory to capture a step"

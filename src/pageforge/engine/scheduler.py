@@ -80,7 +80,7 @@ class Plan:
     """A sequence that cannot go on though nobody is left to give up pages for it."""
 
 
-def plan(rows: Rows, waiting: list[Sequence], limits: Limits, pages: Pages, step: int = 0) -> Plan:
+def plan(rows: Rows, waiting: list[Sequence], limits: Limits, pages: Pages, step: int) -> Plan:
     """The next step, which is number `step`.
 
     Tokens of a step are shared out to rows that lack one (they decode) first, then by rank. Where

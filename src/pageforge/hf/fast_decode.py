@@ -328,8 +328,7 @@ class FastDecode:
         try:
             # What the model itself changes in a forward shows as a change at once.
             state = ModelState(self._model)
-            # (torch.compile fuses more, and would have to compile each forward put in place.)
-            with contextlib.nullcontext() if self._compile else fused(self._model):
+            with fused(self._model, compiled=self._compile):
                 step = DecodeStep(
                     self._forward,
                     self._cache_name,

@@ -44,13 +44,19 @@ Forward = Callable[..., Tensor]
 
 
 @contextlib.contextmanager
-def fused(model: nn.Module) -> Iterator[None]:
+def fused(model: nn.Module, *, compiled: bool = False) -> Iterator[None]:
     """Within this context norms and activations inside `model` run as one kernel each.
+
+    Nothing is done where steps are `compiled`: torch.compile fuses more, and would have to compile
+    each forward put in place.
 
     These are the tanh GELUs of transformers and RMSNorms, whatever their classes are called, if on
     a trial they give what torch's give. Hooks on them run as ever; a `forward` that was put on one
     stays, and so does whatever somebody else puts there meanwhile.
     """
+    if compiled:
+        yield
+        return
     forwards: dict[nn.Module, Forward] = {}
     with _one_at_a_time:
         try:
