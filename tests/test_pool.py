@@ -740,13 +740,17 @@ def test_memory_is_mapped_a_little_at_each_token(driver: FakeDriver) -> None:
     batch.append(8)
     batch.claim_ahead()
     for _ in range(100):
+        pool._ahead.wait()
         pieces = driver.calls["cuMemMap"]
         batch.append(1)
         assert driver.calls["cuMemMap"] == pieces, "a token waits for memory"
         batch.claim_ahead()
-        assert driver.calls["cuMemMap"] <= pieces + 1
+        pool._ahead.wait()
+        assert driver.calls["cuMemMap"] <= pieces + 2
+        # 2 or 3 pages a token are claimed; memory for one more at least is there a step earlier.
+        assert pool._num_ready(0) >= 3
         stats = pool.stats()
-        assert stats.bytes_mapped <= stats.bytes_in_use + 2 * G
+        assert stats.bytes_mapped <= stats.bytes_in_use * 33 / 32 + 3 * G
     assert driver.calls["cuMemMap"] > 50
 
 

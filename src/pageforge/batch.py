@@ -19,6 +19,10 @@ from pageforge.pool import PagePool
 
 UP_TO_DATE = sys.maxsize
 
+MAPPED_PART = 32
+"""Of so many pages that rows fill, memory for one is mapped before it is needed: the thread that
+maps gets to run while others wait for the device, and may need a few steps for a piece."""
+
 
 class SequenceBatch:
     """The page tables of a batch's rows, all of one length, and their copies on the device.
@@ -89,14 +93,16 @@ class SequenceBatch:
         """Claim some of the pages that rows need next: called at each token, all of them in time.
 
         Memory comes a little at each of a page's tokens (but the first, when rows take what was
-        claimed), and not for all rows at once when their pages are full; for the next token's claim
-        it is mapped meanwhile. Does nothing where pages are short.
+        claimed), and not for all rows at once when their pages are full. What the next token claims
+        and somewhat more is mapped meanwhile. Does nothing where pages are short.
         """
         size, num_rows = self.pool.geometry.page_size, len(self.tables)
         num_pages = num_rows * ((self.length - 1) % size) // (size - 1)
         if num_pages * size > self._ahead.length:
             self.pool.claim_ahead(self._ahead, num_pages)
-        self.pool.map_ahead(num_rows * (self.length % size) // (size - 1) - num_pages)
+        next_claim = max(0, num_rows * (self.length % size) // (size - 1) - num_pages)
+        lead = 1 + num_rows * (self.length // size) // MAPPED_PART
+        self.pool.map_ahead(next_claim + lead)
         for mirror in self._mirrors:  # streams are ordered now, and not when the step begins
             self.pool.use_stream(mirror.device)
 

@@ -295,8 +295,10 @@ class PagePool:
         Returns at once. Does nothing where there is memory for as many, or where the budget or the
         pool ends; whoever needs pages in earnest finds out, and gives way or takes from others.
         """
-        groups = [group for group in self._groups if group.store.maps]
-        if all(group.allocator.num_open_free >= num_pages for group in groups):
+        if not any(
+            group.store.maps and self._num_ready(index) < num_pages
+            for index, group in enumerate(self._groups)
+        ):
             return
         with self._exclusive():
             spare = [group.allocator.num_open_free for group in self._groups]
@@ -310,6 +312,12 @@ class PagePool:
                         return
                     if (index, chunk) not in self._retired:
                         self._ahead.begin((index, chunk), group.store, group.chunk_bytes(chunk))
+
+    def _num_ready(self, group: int) -> int:
+        """Free pages with memory behind them, or with some on its way."""
+        allocator = self._groups[group].allocator
+        coming = sum([len(allocator.chunk_pages(chunk)) for chunk in self._ahead.chunks(group)])
+        return allocator.num_open_free + coming
 
     @property
     def num_shares(self) -> int:

@@ -26,6 +26,9 @@ MAX_COLUMNS = 1024
 MIN_COLUMNS = 64
 """Narrower than this a tile's rows are no longer whole 128-byte lines."""
 
+WAYS: Any = tl.constexpr(16) if AVAILABLE else None
+"""Parts into which a round of a search cuts what is left: 256 rows take two rounds."""
+
 
 def jit(**options: Any) -> Callable[[Any], Any]:
     """`triton.jit(**options)`; without Triton the function stays as it is, and is never called."""
@@ -58,12 +61,21 @@ def first_block(first_token, row, QUERIES: tl.constexpr):
 
 @jit()
 def row_of_block(cu_ptr, num_rows, block, QUERIES: tl.constexpr):
-    """The last row whose blocks begin at `block` or before, by bisection."""
+    """The last row whose blocks begin at `block` or before.
+
+    Each round looks at WAYS places at once, for a load takes as long as many: most programs of a
+    batch that mostly decodes find out here that there is nothing for them, and do nothing else.
+    """
     left = 0
-    right = num_rows
-    while right - left > 1:
-        middle = (left + right) // 2
-        begins = first_block(tl.load(cu_ptr + middle), middle, QUERIES) <= block
-        left = tl.where(begins, middle, left)
-        right = tl.where(begins, right, middle)
+    width = num_rows
+    while width > 1:
+        step = tl.cdiv(width, WAYS)
+        passed = 0
+        for way in tl.static_range(1, WAYS):
+            row = left + way * step
+            exists = row < num_rows
+            first_token = tl.load(cu_ptr + row, mask=exists, other=0)
+            passed += (exists & (first_block(first_token, row, QUERIES) <= block)).to(tl.int32)
+        left += passed * step
+        width = tl.minimum(step, num_rows - left)
     return left

@@ -40,6 +40,10 @@ class MappedAhead:
         """
         return threading.get_ident() == self._thread_id
 
+    def chunks(self, group: int) -> list[int]:
+        """Those of a layer group, by number."""
+        return [chunk for owner, chunk in list(self._chunks) if owner == group]
+
     def begin(self, chunk: Chunk, store: Store, span: tuple[int, int]) -> None:
         """Have memory put behind the bytes `span` of `store`, unless that was asked for already."""
         if chunk in self._chunks:
