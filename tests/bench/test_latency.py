@@ -197,6 +197,10 @@ def test_left_padding_reaches_every_way(tiny: LatencyBench) -> None:
                 sequences(tokens)
                 said.append(sequences(token))
         torch.testing.assert_close(said[0], said[1], atol=1e-5, rtol=0)
+    with WAYS["dynamic"](Setting(tiny.model, 1)) as start, torch.no_grad():
+        alone = start(3)  # at positions that count from its own first token
+        alone(prompt[1:, 3:])
+        torch.testing.assert_close(alone(token[1:])[0], said[0][1], atol=1e-4, rtol=0)
     with WAYS["dynamic"](Setting(tiny.model, 2)) as start, torch.no_grad():
         sequences = start(6)
         sequences(prompt)

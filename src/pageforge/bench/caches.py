@@ -66,16 +66,22 @@ Way = Callable[[Setting], "contextlib.AbstractContextManager[Start]"]
 def caller(
     model: PreTrainedModel, cache: Cache, pads: Sequence[int] | None = None
 ) -> Callable[[Tensor], Tensor]:
-    """The model call, as a user would write it; with `pads`, its mask grows with each token."""
+    """The model call, as a user would write it.
+
+    With `pads` its mask grows with each token, and positions count from the padding's end, as
+    `generate` passes them.
+    """
     argument = cache_argument(model)
     mask: Tensor | None = None
 
     def forward(tokens: Tensor) -> Tensor:
         nonlocal mask
+        positions: Tensor | None = None
         if pads is not None:
             mask = _grown(mask, tokens, pads)
+            positions = (mask.cumsum(1) - 1).clamp(min=0)[:, -tokens.shape[1] :]
         logits: Tensor = model(
-            tokens, attention_mask=mask, use_cache=True, **{argument: cache}
+            tokens, attention_mask=mask, position_ids=positions, use_cache=True, **{argument: cache}
         ).logits
         return logits
 
