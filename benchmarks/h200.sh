@@ -59,7 +59,7 @@ memory)
 qwen3)
     ask qwen3-0.6b 200 throughput --only uniform --only shared-prefix \
         --way engine --way "engine compiled" --way generate
-    ask qwen3-0.6b 120 latency --only steps --batch 1 --batch 32 --prompt 448
+    ask qwen3-0.6b 240 latency --only steps --batch 1 --batch 32 --prompt 448 --steps 252
     ask qwen3-0.6b 60 vram
     ask qwen3-0.6b 60 parity
     ;;
@@ -71,7 +71,7 @@ llama)
     ;;
 smollm2)
     ask smollm2 100 throughput --only uniform
-    ask smollm2 150 latency --only steps --batch 1 --batch 32 --prompt 448
+    ask smollm2 240 latency --only steps --batch 1 --batch 32 --prompt 448 --steps 252
     ask smollm2 60 vram
     ask smollm2 40 sharing
     ask smollm2 60 parity

@@ -48,18 +48,26 @@ def dynamic(model: PreTrainedModel) -> Iterator[Answer]:
 
 @contextlib.contextmanager
 def paged(model: PreTrainedModel, attention: str | None = None) -> Iterator[Answer]:
-    """PagedKVCache, a new one for each call, under the model's own or another attention."""
+    """PagedKVCache, a new one for each call, under the model's own or another attention.
+
+    All in one pool, which the first call makes.
+    """
     own = twin(model)
     if attention is not None:
         own.set_attn_implementation(attention)
+    with contextlib.ExitStack() as stack:
+        pools: list[PagePool] = []
 
-    def answer(tokens: Tensor, count: int) -> Tensor:
-        # A page more for each row, since decoding may look a page ahead.
-        pages = tokens.shape[0] * (1 + pages_for(tokens.shape[1] + count, 16))
-        with PagePool.for_model(own, page_size=16, max_pages=pages) as pool:
-            return _generate(own, tokens, count, PagedKVCache(pool))
+        def answer(tokens: Tensor, count: int) -> Tensor:
+            if not pools:
+                # A page more for each row, since decoding may look a page ahead.
+                pages = tokens.shape[0] * (1 + pages_for(tokens.shape[1] + count, 16))
+                pool = PagePool.for_model(own, page_size=16, max_pages=pages)
+                pools.append(stack.enter_context(pool))
+            with PagedKVCache(pools[0]) as cache:
+                return _generate(own, tokens, count, cache)
 
-    yield answer
+        yield answer
 
 
 @contextlib.contextmanager
