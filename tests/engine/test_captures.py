@@ -1,19 +1,27 @@
-"""Captures, with a stand-in for graphs: what is run before a step is captured does no harm."""
+"""Captures, with a stand-in for graphs: what runs before them does no harm, nor does compiling."""
 
 from __future__ import annotations
 
+import functools
+import re
+import shutil
+import sys
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from tests.engine.served import check, engine_on, launch_ahead, prompts
+from tests.hf.tiny_models import WINDOW
+from tests.ops.cache_cases import interpreted
 
-from pageforge.engine import SamplingParams
+from pageforge import ops
+from pageforge.engine import Engine, SamplingParams
 from pageforge.engine import captures as captures_module
 from pageforge.engine import runner as runner_module
 from pageforge.engine.forward import Forward
 from pageforge.engine.step import StepShape
+from pageforge.engine.step_buffer import LoadedStep
 
 
 class StandIn:
@@ -137,3 +145,146 @@ def test_memory_is_shared_while_somebody_has_it(captures: None, monkeypatch: Any
         engine.weights_changed()
         engine.generate(prompts(5), params)
         assert given[-1] not in (first, second)
+
+
+# --- compile=True ---------------------------------------------------------------------------------
+
+
+class Compiled:
+    """What torch.compile was asked for, and the shapes of the steps that went through it."""
+
+    backend = "aot_eager"  # takes a tenth of the time, and knows as well what ops write to
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch):
+        self.graphs: list[torch.fx.GraphModule] = []
+        self.shapes: set[StepShape] = set()
+        torch._dynamo.reset()  # what another test has compiled would be at hand
+        monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend=self._make))
+        run_compiled = Forward.run_compiled
+
+        def noted(forward: Forward, shape: StepShape, loaded: LoadedStep) -> Any:
+            self.shapes.add(shape)
+            return run_compiled(forward, shape, loaded)
+
+        monkeypatch.setattr(Forward, "run_compiled", noted)
+
+    def _make(self, graph: torch.fx.GraphModule, inputs: list[Any]) -> Any:
+        self.graphs.append(graph)
+        return torch._dynamo.lookup_backend(self.backend)(graph, inputs)
+
+    def sizes(self, *, decodes: bool) -> set[int]:
+        """Numbers of tokens of the compiled steps that only decode, or of the others."""
+        return {shape.tokens for shape in self.shapes if shape.decodes == decodes}
+
+
+@pytest.fixture
+def compiled(captures: None, monkeypatch: pytest.MonkeyPatch) -> Compiled:
+    return Compiled(monkeypatch)
+
+
+def answer(engine: Engine, name: str, *, count: int = 30) -> None:
+    """Prompts that come while others decode."""
+    asked = prompts(count, seed=3)
+    counts = [2 + 5 * number % 31 for number in range(count)]
+    params = [SamplingParams(max_tokens=count, temperature=0) for count in counts]
+    for prompt, of_one, output in zip(asked, counts, engine.generate(asked, params), strict=True):
+        check(name, prompt, of_one, output.token_ids)
+    assert not engine.stats().eager_steps
+
+
+# gemma2: layers of two windows, and a softcap; gpt_oss: sinks.
+@pytest.mark.parametrize("name", ["llama", "gemma2", "gpt_oss"])
+def test_steps_of_all_sizes_are_compiled_twice(name: str, compiled: Compiled) -> None:
+    """Once those that decode, once those that have prompts too; and the tokens are the same."""
+    with engine_on(name, max_running=10, max_batch_tokens=64, compile=True) as engine:
+        answer(engine, name)
+    assert len(compiled.graphs) == 2
+    assert len(compiled.sizes(decodes=True)) > 3 and len(compiled.sizes(decodes=False)) > 3
+
+
+def test_as_many_tokens_as_rows_are_nothing_special(compiled: Compiled) -> None:
+    """What is compiled for a mixed step of 10 tokens in 10 rows serves others."""
+    options = {"max_running": 10, "max_batch_tokens": 64, "prefix_cache": False}
+    prompt = prompts(1, seed=3)[0] * 10
+    with engine_on("llama", compile=True, **options) as engine:
+        for _ in range(2):
+            engine.generate([prompt[:10]], SamplingParams(max_tokens=1))
+        assert compiled.sizes(decodes=False) == {10}
+        answer(engine, "llama")
+    assert len(compiled.graphs) == 2 and len(compiled.sizes(decodes=False)) > 3
+
+
+@interpreted
+def test_plans_are_made_before_what_is_compiled(
+    compiled: Compiled, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on CUDA; the ops of the CPU are given them, and need none."""
+    attend = sys.modules[ops.attend.__module__]  # the function has the module's name
+    monkeypatch.setattr(attend, "plans", lambda key_pages: True)
+    with engine_on("gemma2", max_running=4, max_batch_tokens=24, compile=True) as engine:
+        answer(engine, "gemma2", count=10)
+    tables = [
+        node.kwargs.get("plan_table", node.args[8 if "write" in node.name else 9])
+        for graph in compiled.graphs
+        for node in graph.graph.nodes
+        if node.op == "call_function" and "attend" in str(node.target)
+    ]
+    assert len(compiled.graphs) == 2 and len(tables) == 4 and None not in tables
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(shutil.which("g++") is None, reason="inductor needs a compiler")
+def test_compiled_code_makes_no_copy_of_the_pool(
+    compiled: Compiled, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from torch._inductor.graph import GraphLowering
+
+    compiled.backend, sources = "inductor", []
+    monkeypatch.setattr(GraphLowering, "save_output_code", sources.append)
+    with engine_on("gemma2", max_running=6, max_batch_tokens=40, compile=True) as engine:
+        answer(engine, "gemma2", count=14)
+        pages = engine._pool.pages(0)
+    assert len(compiled.graphs) == len(sources) == 2
+    for source in sources:
+        assert "pageforge.attend" in source or "pageforge.write_and_attend" in source
+        assert ".clone(" not in source
+        made = re.findall(r"empty_strided_cpu\(\(([^)]+)\)", source)
+        sizes = {int(size) for size in re.findall(r"\b\d+\b", " ".join(made))}
+        assert made and not sizes & {pages.numel(), len(pages)}
+
+
+@pytest.mark.parametrize("decodes", [True, False])
+def test_a_window_off_by_one_in_compiled_steps_shows(
+    decodes: bool, compiled: Compiled, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Planted, in those that decode or in the others: else the tokens would say nothing."""
+    run_compiled = Forward.run_compiled
+
+    def wrong(forward: Forward, shape: StepShape, loaded: LoadedStep) -> Any:
+        right = forward._windows
+        assert right is not None and WINDOW in right.values()
+        if shape.decodes == decodes:
+            forward._windows = {layer: window and window - 1 for layer, window in right.items()}
+        try:
+            return run_compiled(forward, shape, loaded)
+        finally:
+            forward._windows = right
+
+    options = {"max_running": 10, "max_batch_tokens": 24, "compile": True}
+    with engine_on("gemma2", **options) as engine:
+        monkeypatch.setattr(Forward, "run_compiled", wrong)  # and not on trial, where it would show
+        with pytest.raises(AssertionError, match="token"):
+            answer(engine, "gemma2")
+
+
+def test_steps_that_give_all_logits_of_a_prompt_are_not_compiled(compiled: Compiled) -> None:
+    """Their sizes hardly ever come again."""
+    prompt = prompts(1, seed=3)[0]
+    params = SamplingParams(max_tokens=4, temperature=0, prompt_logprobs=0)
+    with engine_on("llama", compile=True) as engine:
+        for _ in range(3):
+            (output,) = engine.generate([prompt], params)
+            check("llama", prompt, 4, output.token_ids)
+            assert output.prompt_logprobs is not None
+            assert len(output.prompt_logprobs) == len(prompt)
+    assert compiled.sizes(decodes=True) and not compiled.sizes(decodes=False)

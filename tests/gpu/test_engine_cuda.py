@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 from tests.hf.tiny_models import make
+from torch._dynamo.utils import counters
 from transformers import (
     Gemma2Config,
     Gemma3TextConfig,
@@ -225,11 +226,25 @@ def test_streams_side_by_side(model: PreTrainedModel) -> None:
 
 
 @pytest.mark.slow
-def test_compiled_steps() -> None:
-    model = make(LlamaConfig(**TOKENS, **SIZES), "sdpa").cuda()
-    prompts, params = _prompts(4), SamplingParams(max_tokens=12, temperature=0)
-    want = [_alone(model, prompt, 12) for prompt in prompts]
-    with Engine(model, compile=True, max_memory="256MiB") as engine:
-        outputs = engine.generate(prompts, params)
-        assert [list(output.token_ids) for output in outputs] == want
-        assert engine.stats().num_replays and not engine.stats().eager_steps
+@pytest.mark.parametrize(
+    "config",
+    [LlamaConfig(**TOKENS, **SIZES), Gemma2Config(**TOKENS, **SIZES, **MIXED)],
+    ids=lambda config: config.model_type,
+)
+def test_compiled_steps(config: PreTrainedConfig) -> None:
+    """Of all sizes they are compiled twice: those that decode, and those that have prompts too."""
+    model = make(config, "eager").cuda()
+    prompts, params = _prompts(48), _params(48)
+    want = [_alone(model, p, each.max_tokens) for p, each in zip(prompts, params, strict=True)]
+    torch._dynamo.reset()
+    counters.clear()
+    options = {"max_running": 16, "max_batch_tokens": 64, "prefix_cache": False}
+    with Engine(model, compile=True, max_memory="256MiB", **options) as engine:
+        for _ in range(2):
+            outputs = engine.generate(prompts, params)
+            assert [list(output.token_ids) for output in outputs] == want
+        stats, shapes = engine.stats(), engine._core.runner._captures._graphs
+        assert stats.num_replays > stats.num_steps // 2 and not stats.eager_steps
+        for decodes in (True, False):
+            assert len({shape.tokens for shape in shapes if shape.decodes == decodes}) > 3
+    assert counters["stats"]["unique_graphs"] == 2 and not counters["graph_break"]

@@ -234,6 +234,19 @@ def test_attend_as_an_op(return_lse: bool) -> None:
     )
 
 
+@pytest.mark.parametrize("queries", [[4], [4, 1], [3, 3]])
+def test_attend_of_several_queries_as_an_op(queries: list[int]) -> None:
+    """Dense in any case: compiled code believes what it was told of strides."""
+    step = make_step([9] * len(queries))
+    step.store.nan_to_num_(0)
+    bounds = torch.tensor([0, *queries]).cumsum(0).int()
+    args = step.key_pages, step.value_pages, step.page_table, step.seq_lens, bounds
+    torch.library.opcheck(
+        torch.ops.pageforge.attend.default,
+        (torch.randn(sum(queries), 4, 16), *args, 4, False, False, None, 0.25, *[None] * 5),
+    )
+
+
 @pytest.mark.parametrize("plan_table", [None, torch.zeros(9, dtype=torch.int32)])
 def test_write_and_attend_as_an_op(plan_table: Tensor | None) -> None:
     step = make_step([9, 3])

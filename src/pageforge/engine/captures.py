@@ -42,7 +42,7 @@ class Captures:
         compile: bool,
         allow_hooks: bool,
     ):
-        """`compile`: steps of decoding go through torch.compile."""
+        """`compile`: what is captured goes through torch.compile."""
         self.eager_steps: Counter[str] = Counter()
         """Steps that ran eagerly, by reason."""
         self.num_captures = 0
@@ -110,9 +110,7 @@ class Captures:
             stream = torch.cuda.Stream(last_tokens.device)
             self._memory = GraphMemory(torch.cuda.graph_pool_handle(), stream)
         assert self._memory is not None
-        state, inputs = ModelState(self._model), loaded.inputs
-        before, tokens_before = inputs.max_query_len, last_tokens.clone()
-        inputs.max_query_len = 1 if shape.decodes else shape.tokens
+        state, tokens_before = ModelState(self._model), last_tokens.clone()
 
         def undo() -> None:
             self._buffer.send()
@@ -120,19 +118,16 @@ class Captures:
 
         began = time.perf_counter()
         try:
-            compiles = self._compile and shape.decodes
-            if compiles:
+            if self._compile:
                 self._forward.compile(loaded)
-            run = self._forward.run_compiled if compiles else self._forward.run
-            with fused(self._model, compiled=compiles):
+            run = self._forward.run_compiled if self._compile else self._forward.run
+            with fused(self._model, compiled=self._compile):
                 step = CapturedStep(lambda: run(shape, loaded), self._memory, undo)
         except torch.cuda.OutOfMemoryError:
             return "there is not enough memory to capture a step"
         except Exception as error:  # whatever a model does that a graph cannot repeat
             logger.debug("engine: capture failed", exc_info=True)
             return f"a step cannot be captured: {error}"
-        finally:
-            inputs.max_query_len = before
         if (change := state.change()) is not None:
             return f"{change} in each forward"
         self._state = self._state or state

@@ -79,8 +79,9 @@ class Engine:
         `max_batch_tokens`: tokens a step (8192 on CUDA, 512 on the CPU). `prefix_cache`: keep the
         pages of what was computed, for prompts that begin alike. `swap_memory`: pinned host memory
         for the pages of preempted sequences, as bytes, "4GiB" or a fraction of what is free; what
-        does not fit is computed again. `compile`: run steps through torch.compile. `allow_hooks`:
-        capture graphs though modules have Python hooks, which then run only while capturing.
+        does not fit is computed again. `compile`: what is captured as a graph goes through
+        torch.compile. `allow_hooks`: capture graphs though modules have Python hooks, which then
+        run only while capturing.
         `seed`: for requests without one.
 
         Raises UnsupportedModel, GeometryError, RequestError, OutOfPages; the model is as before

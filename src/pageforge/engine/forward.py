@@ -41,7 +41,7 @@ class Forward:
         return self._finish(shape, loaded, self._logits(loaded))
 
     def run_compiled(self, shape: StepShape, loaded: LoadedStep) -> Tensor:
-        """A step of decoding through torch.compile, after `compile`."""
+        """The step, of a padded size, through torch.compile, after `compile`."""
         return self._finish(shape, loaded, self._logits_compiled(loaded))
 
     def compile(self, loaded: LoadedStep) -> None:
@@ -59,9 +59,9 @@ class Forward:
 
     def _finish(self, shape: StepShape, loaded: LoadedStep, logits: Tensor) -> Tensor:
         """What a step gives, and has to leave for the next one of the same rows."""
-        if not shape.decodes:
-            return logits
-        inputs = loaded.inputs
+        inputs, places = loaded.inputs, loaded.logit_places
+        if places is not None:
+            return logits if self._takes_rows else logits[places]
         active = inputs.seq_lens > 0
         inputs.positions += active
         inputs.seq_lens += active
@@ -72,7 +72,7 @@ class Forward:
         last_tokens.copy_(torch.where(active, tokens, last_tokens))
         return tokens.masked_fill(~(best > -torch.inf), NO_TOKEN)
 
-    def _logits(self, loaded: LoadedStep) -> Tensor:  # [R, V]
+    def _logits(self, loaded: LoadedStep) -> Tensor:  # [R, V], or [T, V] of all tokens
         arguments = self._arguments(loaded)
         cache = PackedCache(loaded.inputs)
         outputs = self._model(**arguments, **{self._cache_name: cache})
@@ -80,23 +80,22 @@ class Forward:
         if cache.is_regular:
             self._windows = cache.windows
         logits: Tensor = outputs.logits[0]
-        places = loaded.logit_places
-        return logits if places is None or self._takes_rows else logits[places]
+        return logits
 
-    def _logits_compiled(self, loaded: LoadedStep) -> Tensor:  # [S, V]
+    def _logits_compiled(self, loaded: LoadedStep) -> Tensor:
         """The same through torch.compile, which traces no lazy K/V: attention gets the cache."""
         assert self._compiled is not None and self._windows is not None
         arguments = self._arguments(loaded)
         inputs = loaded.inputs
         cache = PackedCache(inputs, self._windows)
-        plans = [
-            inputs.plan(cache.group_of[each], window) for each, window in self._windows.items()
-        ]
-        # Compiled once, for any number of rows.
-        for tensor in (inputs.seq_lens, inputs.cu_query_lens, *inputs.page_tables):
+        # Compiled once for steps that decode any number of rows, and once for any mixed ones.
+        of_tokens = [inputs.tokens, *(inputs.slots or ())]
+        of_rows = [inputs.seq_lens, inputs.cu_query_lens, *inputs.page_tables]
+        for layer, window in self._windows.items():
+            plan = inputs.plan(cache.group_of[layer], window)
+            of_rows += [] if plan is None else [plan.table]
+        for tensor in of_tokens + of_rows:
             torch._dynamo.maybe_mark_dynamic(tensor, 0)
-        for plan in filter(None, plans):
-            torch._dynamo.maybe_mark_dynamic(plan.table, 0)
         for name in ("input_ids", "position_ids"):
             torch._dynamo.maybe_mark_dynamic(arguments[name], 1)
         with torch._dynamo.config.patch(recompile_limit=RECOMPILES):

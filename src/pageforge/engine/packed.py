@@ -37,7 +37,6 @@ class PackedInputs:
         cu_query_lens: Tensor,
         page_tables: list[Tensor],  # [S, M] int32 each
         slots: Sequence[Tensor] | None,
-        max_query_len: int,
     ):
         self.geometry = geometry
         self.tokens = tokens
@@ -46,9 +45,13 @@ class PackedInputs:
         self.cu_query_lens = cu_query_lens
         self.page_tables = page_tables
         self.slots = slots
-        self.max_query_len = max_query_len
         self._layers = layers
         self._plans: dict[tuple[int, int | None], DecodePlan | None] = {}
+
+    @property
+    def max_query_len(self) -> int:
+        """The most that a row may have: a captured step serves whatever bounds come."""
+        return 1 if self.slots is None else len(self.tokens)
 
     def layer(self, layer: int) -> tuple[Tensor, Tensor]:
         """K and V pages of a layer."""
@@ -63,20 +66,23 @@ class PackedInputs:
 
         None where attention needs no plan.
         """
+        key = group, window
+        if key not in self._plans:
+            self._plans[key] = self._make_plan(group, window)
+        return self._plans[key]
+
+    def _make_plan(self, group: int, window: int | None) -> DecodePlan | None:
         sizes = len(self.tokens), len(self.seq_lens), self.max_query_len
         if not ops.may_have_single_queries(*sizes):
             return None
-        key = group, window
-        if key not in self._plans:
-            pages, _ = self.layer(self.geometry.groups[group].layers[0])
-            self._plans[key] = ops.plan_decode(
-                self.seq_lens,
-                self.page_tables[group],
-                pages,
-                window=window,
-                cu_query_lens=None if self.slots is None else self.cu_query_lens,
-            )
-        return self._plans[key]
+        pages, _ = self.layer(self.geometry.groups[group].layers[0])
+        return ops.plan_decode(
+            self.seq_lens,
+            self.page_tables[group],
+            pages,
+            window=window,
+            cu_query_lens=None if self.slots is None else self.cu_query_lens,
+        )
 
 
 class PackedCache(StepCache):

@@ -167,7 +167,6 @@ class Runner:
             padded = self._padding.mixed(shape.tokens)
             shape, arrays = padded, padded_mixed(arrays, shape, padded)
         loaded = self._buffer.load(shape, arrays)
-        loaded.inputs.max_query_len = int(counts.max())
         return self._run(shape, loaded, chosen, places, spans)
 
     def _run(

@@ -110,6 +110,5 @@ class StepBuffer:
             bounds,
             [table[: shape.rows] for table in self._page_tables],
             slots,
-            1 if shape.decodes else shape.tokens,
         )
         return LoadedStep(inputs, logit_places, changes)

@@ -56,7 +56,7 @@ def pageforge_attention(
     `key`, `value`: what the cache's `update` returned; `softcap` bounds scores, `s_aux [Hq]` are
     sinks. Raises UnsupportedModel for arguments that it would have to ignore.
     """
-    if STEP_ARGUMENT in kwargs:  # a compiled decode step: torch.compile traces no lazy K/V
+    if STEP_ARGUMENT in kwargs:  # a compiled step: torch.compile traces no lazy K/V
         return _in_step(module, query, key, value, scaling, softcap, s_aux, kwargs), None
     if not kwargs.keys().isdisjoint(NOT_SERVED):
         _check_served(kwargs)
@@ -113,8 +113,8 @@ def _in_step(
     softcap: float | None,
     sinks: Tensor | None,
     kwargs: dict[str, Any],
-) -> Tensor:  # [S, 1, Hq, Dv]
-    """Attention in a compiled decode step, whose cache comes as STEP_ARGUMENT; see StepCache."""
+) -> Tensor:  # [S, T, Hq, Dv]
+    """Attention in a compiled step, whose cache comes as STEP_ARGUMENT; see StepCache."""
     cache: StepCache = kwargs[STEP_ARGUMENT]
     layer: Any = module.layer_idx
     return cache.attend(

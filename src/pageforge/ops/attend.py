@@ -69,7 +69,7 @@ def attend(
     options = Options(scale, window, softcap, sinks, alibi_slopes, starts)
     _check(query, key_pages, value_pages, page_table, seq_lens, options)
     _check_ints("cu_query_lens", cu_query_lens, (seq_lens.shape[0] + 1,), key_pages)
-    if plan is not None:
+    if plan is not None and not torch.compiler.is_compiling():  # which it would tie to its sizes
         # A plan for rows of one query each says nothing of their bounds.
         is_for_all = max_query_len == 1 and plan.cu_query_lens is None
         bounds = None if is_for_all else cu_query_lens
@@ -575,7 +575,7 @@ _OPTIONS = (
 
 _attend = register(
     "attend(Tensor query, Tensor key_pages, Tensor value_pages, Tensor page_table, "
-    "Tensor seq_lens, Tensor cu_query_lens, int max_query_len, bool return_lse, "
+    "Tensor seq_lens, Tensor cu_query_lens, SymInt max_query_len, bool return_lse, "
     f"{_PLAN}, {_OPTIONS}) -> (Tensor, Tensor)",
     cpu=_attend_cpu,
     cuda=_attend_cuda if kernels.AVAILABLE else _attend_cpu,

@@ -254,10 +254,10 @@ def _attend_alike(
             out = out.masked_fill(~spread.any(-1, keepdim=True), 0)
     else:
         out = _explicit(grouped, key, value, mask, length, min(firsts), scores)
-    if count == 1:
-        return out.reshape(rows, num_heads, -1)
-    out = out.view(rows, num_kv_heads, group, count, -1).permute(0, 3, 1, 2, 4)
-    return out.reshape(num_tokens, num_heads, -1)
+    if count > 1:
+        out = out.view(rows, num_kv_heads, group, count, -1).permute(0, 3, 1, 2, 4)
+    # Dense, as compiled code has been told.
+    return out.reshape(num_tokens, num_heads, -1).contiguous()
 
 
 def _mask(
