@@ -100,7 +100,7 @@ class StepInputs:
         self.seq_lens[:rows] = length
         self._more[:rows] = 1
         if starts is not None:
-            self.starts[:rows] = torch.tensor(starts, dtype=torch.int32)
+            self.starts[:rows] = torch.tensor(starts, dtype=torch.int32, device="cpu")
         if self.counts_positions:
             self.positions[:rows] = length - 1
             self._more[-2 * self.rows :].view(torch.int64)[:rows] = 1

@@ -378,7 +378,7 @@ class PagePool:
             try:
                 for group, pages, data in zip(self._groups, ids, contents, strict=True):
                     self.use_stream(group.device)
-                    index = torch.tensor(pages, dtype=torch.long)
+                    index = torch.tensor(pages, dtype=torch.long, device="cpu")
                     if data.dtype == group.dtype and (data.is_pinned() or not group.pages.is_cuda):
                         ops.swap_in(data, group.pages, index)
                         continue
@@ -496,13 +496,15 @@ class PagePool:
                 torch.empty(
                     (len(pages), group.pages.shape[1]),
                     dtype=group.dtype,
+                    device="cpu",
                     pin_memory=group.device.type == "cuda",
                 )
                 for group, pages in zip(self._groups, held, strict=True)
             ]
             for group, pages, content in zip(self._groups, held, contents, strict=True):
                 self.use_stream(group.device)
-                ops.swap_out(group.pages, torch.tensor(pages, dtype=torch.long), content)
+                index = torch.tensor(pages, dtype=torch.long, device="cpu")
+                ops.swap_out(group.pages, index, content)
             return contents
 
     def num_bytes(self, table: PageTable, num_tokens: int) -> int:
@@ -896,7 +898,7 @@ class PagePool:
                 pairs = [(copy.source, copy.target) for copy in copies if copy.group == index]
                 if pairs:
                     self.use_stream(group.device)
-                    source, target = torch.tensor(pairs).T
+                    source, target = torch.tensor(pairs, device="cpu").T
                     ops.copy_pages(group.pages, source, target)
         except torch.OutOfMemoryError as error:
             hint = f"the device has no memory left to copy shared pages ({error})"

@@ -75,7 +75,7 @@ def engine_on(name: str, **options: Any) -> Iterator[Engine]:
         for group in range(len(engine._pool.geometry.groups)):
             engine._pool.pages(group)[1:].fill_(torch.nan)
         yield engine
-        if not engine.has_unfinished:
+        if not engine._live.by_id:
             check_all_back(engine)
 
 
@@ -111,7 +111,8 @@ def run_all(engine: Engine, most: int = 20_000) -> dict[str, RequestOutput]:
             break
         found |= {output.request_id: output for output in engine.step()}
     assert not engine.has_unfinished
-    return found | {output.request_id: output for output in engine.step()}
+    assert engine.step() == []
+    return found
 
 
 class _Done:

@@ -19,6 +19,8 @@ from pageforge import ops
 from pageforge.engine import Engine, SamplingParams
 from pageforge.engine import captures as captures_module
 from pageforge.engine import runner as runner_module
+from pageforge.engine.captures import NO_MEMORY, PAUSE
+from pageforge.engine.engine import LOOKED_AFTER
 from pageforge.engine.forward import Forward
 from pageforge.engine.step import StepShape
 from pageforge.engine.step_buffer import LoadedStep
@@ -105,6 +107,53 @@ def test_with_hooks_there_are_none_until_they_are_gone(captures: None) -> None:
         engine.generate([prompt], params)
         assert engine.stats().num_graphs > before
         assert engine.stats().eager_steps == stats.eager_steps
+
+
+def test_changes_are_seen_while_requests_run(captures: None) -> None:
+    """In a server there is always one: nobody comes to an engine at rest."""
+    long = SamplingParams(max_tokens=200, temperature=0)
+    with engine_on("llama") as engine:
+        engine.add_request(prompts(1)[0], long, request_id="beside")
+        for _ in range(4):
+            engine.step()
+        captured = engine.stats().num_graphs
+        weight = engine._model.model.norm.weight
+        weight.data = weight.data.clone()
+        for _ in range(LOOKED_AFTER + 2):
+            engine.step()
+        assert engine.stats().num_graphs > captured
+        hook = engine._model.model.norm.register_forward_hook(lambda *arguments: None)
+        engine.add_request([5, 6, 7], long, request_id="comes")  # which is the time to look
+        replays = engine.stats().num_replays
+        engine.step()
+        engine.step()
+        stats = engine.stats()
+        assert stats.num_replays == replays and sum(stats.eager_steps.values()) >= 1
+        hook.remove()
+        for name in ("beside", "comes"):
+            engine.abort(name)
+        assert len(engine.step()) == 2
+
+
+def test_where_memory_lacked_a_capture_is_tried_again(
+    captures: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lacking = [1]
+
+    class Lacking(StandIn):
+        def __init__(self, *arguments: Any):
+            if lacking:
+                lacking.pop()
+                raise torch.cuda.OutOfMemoryError("by the test")
+            super().__init__(*arguments)
+
+    with engine_on("llama") as engine:
+        monkeypatch.setattr(captures_module, "CapturedStep", Lacking)
+        engine._core.runner.forget_graphs()
+        engine.generate(prompts(1), SamplingParams(max_tokens=PAUSE + 20, temperature=0))
+        stats = engine.stats()
+        assert not lacking and stats.num_replays >= 10
+        assert stats.eager_steps == {NO_MEMORY: PAUSE}
 
 
 def test_a_changed_model_is_captured_anew(captures: None) -> None:

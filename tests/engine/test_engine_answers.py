@@ -179,6 +179,47 @@ def test_streams_join_to_the_whole_text() -> None:
         assert run_all(engine)["beside"].finish_reason == "length"
 
 
+class Letters(Tokenizer):
+    """Each token is four characters."""
+
+    def decode(self, token_ids: list[int], *arguments: object, **options: object) -> str:
+        return "".join(f"{token:03d} " for token in token_ids)
+
+
+@pytest.mark.usefixtures("ahead")
+def test_a_stream_shows_all_that_comes_before_a_stop_string() -> None:
+    """It may begin and end inside a token, or go over several."""
+    prompt = prompts(1, seed=5)[0]
+    with engine_on("llama", tokenizer=Letters()) as engine:
+        whole = engine.generate([prompt], greedy(max_tokens=6))[0].text
+        for first in range(len(whole)):
+            for length in (1, 3, 6):
+                params = greedy(max_tokens=6, logprobs=0, stop=whole[first : first + length])
+                output = engine.generate([prompt], params)[0]
+                chunks = list(engine.stream(prompt, params))
+                text, tokens = joined(chunks)
+                assert text == output.text
+                assert tokens[: len(output.token_ids)] == output.token_ids
+                assert [len(chunk.logprobs) for chunk in chunks] == [
+                    len(chunk.token_ids) for chunk in chunks
+                ]
+
+
+@pytest.mark.usefixtures("ahead")
+def test_the_loop_of_the_docs_gets_every_output() -> None:
+    """However a request ended: beside another's call, aborted, or before any step."""
+    found = {}
+    with engine_on("llama") as engine:
+        engine.add_request([5], greedy(max_tokens=0), request_id="nothing to do")
+        engine.add_request([5, 6], greedy(max_tokens=2), request_id="beside")
+        engine.add_request([5, 6], greedy(max_tokens=50), request_id="aborted")
+        engine.generate([[9, 8, 7]], greedy(max_tokens=10))
+        engine.abort("aborted")
+        while engine.has_unfinished:
+            found |= {output.request_id: output.finish_reason for output in engine.step()}
+    assert found == {"nothing to do": "length", "beside": "length", "aborted": "abort"}
+
+
 def test_leaving_a_stream_aborts_its_request() -> None:
     with engine_on("llama") as engine:
         for chunk in engine.stream(prompts(1)[0], greedy(max_tokens=100)):

@@ -149,8 +149,8 @@ def test_memory_for_tokens_of_a_gpu_is_used_again_once_they_were_looked_at(
 ) -> None:
     pinned: list[int] = []
 
-    def empty(size: int, *, dtype: torch.dtype, pin_memory: bool) -> torch.Tensor:
-        assert pin_memory
+    def empty(size: int, *, dtype: torch.dtype, device: str, pin_memory: bool) -> torch.Tensor:
+        assert pin_memory and device == "cpu"
         pinned.append(size)
         return torch.zeros(size, dtype=dtype)
 

@@ -10,10 +10,11 @@ from tests.hf.tiny_models import CONFIGS, make, tiny
 from torch import Tensor
 from transformers import LlamaConfig, LlamaModel, PreTrainedModel
 
-from pageforge import UnsupportedModel
+from pageforge import OutOfPages, UnsupportedModel
 from pageforge.engine import Engine
 from pageforge.engine import engine as engine_module
 from pageforge.engine.model_check import check_model, longest_sequence, try_model
+from pageforge.engine.runner import Runner
 from pageforge.hf.fast_decode import MAX_TOKENS
 
 
@@ -44,6 +45,18 @@ def test_what_shows_at_once(make_model: Any, message: str) -> None:
         check_model(model)
     with pytest.raises(UnsupportedModel, match=message):
         Engine(model)
+
+
+@pytest.mark.parametrize("error", [OutOfPages(2, 1), torch.OutOfMemoryError("by the test")])
+def test_want_of_memory_is_no_fault_of_the_model(
+    error: Exception, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def launch(*arguments: Any, **options: Any) -> None:
+        raise error
+
+    monkeypatch.setattr(Runner, "launch", launch)
+    with pytest.raises(type(error)):
+        Engine(tiny("llama"), page_size=8, max_pages=40)
 
 
 @pytest.mark.parametrize("name", ["llama", "gpt2", "gemma2"])

@@ -2,31 +2,82 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
+import torch
+from tests.engine.served import engine_on
 from tests.hf.tiny_models import CONFIGS, make
 
-from pageforge.engine.served_model import served
+from pageforge.engine import Engine, SamplingParams
+from pageforge.engine.served_model import EvaluationMode, served
 from pageforge.errors import RequestError
 
 
 @pytest.mark.parametrize("raises", [False, True])
 def test_a_model_is_as_it_was(raises: bool) -> None:
     model = make(CONFIGS["llama"](), "sdpa")
-    model.train()
-    model.model.layers[1].eval()
-    training = [module.training for module in model.modules()]
     attributes = set(vars(model))
     try:
         with served(model):
             assert model.config._attn_implementation == "pageforge"
-            assert not any(module.training for module in model.modules())
             if raises:
                 raise ZeroDivisionError
     except ZeroDivisionError:
         pass
     assert model.config._attn_implementation == "sdpa"
-    assert [module.training for module in model.modules()] == training
     assert set(vars(model)) == attributes
+
+
+def test_modules_that_trained_go_on() -> None:
+    model = make(CONFIGS["llama"](), "sdpa")
+    model.train()
+    model.model.layers[1].eval()
+    training = [module.training for module in model.modules()]
+    mode = EvaluationMode(model)
+    for _ in range(2):
+        mode.begin()
+        mode.begin()
+        assert not any(module.training for module in model.modules())
+        model.model.norm.train()  # in the middle
+        mode.begin()
+        assert not any(module.training for module in model.modules())
+        mode.end()
+        assert [module.training for module in model.modules()] == training
+        mode.end()
+
+
+def test_a_model_that_trains_between_rollouts_answers_without_dropout() -> None:
+    """And trains on afterwards, whether the engine slept meanwhile or not."""
+    model = make(CONFIGS["gpt2"](), "sdpa")
+    for module in model.modules():
+        if isinstance(module, torch.nn.Dropout):
+            module.p = 0.5
+    params = SamplingParams(max_tokens=12, temperature=0)
+    with Engine(model, page_size=8, max_pages=100) as engine:
+        want = engine.generate([[5, 6, 7, 8]], params)[0].token_ids
+        for sleeps in (False, True):
+            model.train()
+            if sleeps:
+                engine.sleep()
+            engine.weights_changed()
+            if sleeps:
+                engine.wake()
+            assert engine.generate([[5, 6, 7, 8]], params)[0].token_ids == want
+            assert all(module.training for module in model.modules())
+        name = engine.add_request([5, 6, 7, 8], params)
+        engine.step()
+        assert not model.training
+        engine.abort(name)
+        assert model.training
+    assert model.training
+
+
+def test_a_copy_of_a_served_model_is_not_served() -> None:
+    with engine_on("llama") as engine:
+        model = copy.deepcopy(engine._model)
+        with Engine(model, page_size=8, max_pages=40) as other:
+            assert other.generate([[5, 6]], SamplingParams(max_tokens=1))
 
 
 def test_one_at_a_time() -> None:

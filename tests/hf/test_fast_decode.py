@@ -194,6 +194,33 @@ def test_beams_samples_and_other_batch_sizes(model: PreTrainedModel) -> None:
     assert not decode.eager_steps
 
 
+@pytest.mark.parametrize("at", [1, 2, 5, 9])
+def test_an_interrupt_that_comes_with_a_launch(
+    at: int, llama: PreTrainedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Python sees Ctrl-C when the call returns; the graph has counted the token by then."""
+    replay, launches = StandIn.replay, []
+
+    def interrupted(self: StandIn) -> None:
+        replay(self)
+        launches.append(True)
+        if len(launches) == at:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(StandIn, "replay", interrupted)
+    with PagePool.for_model(llama, page_size=8, max_pages=40) as pool:
+        pair = Pair(llama, pool)
+        decode = fast(llama)
+        with decode._installed(), torch.no_grad():
+            pair.feed(prompt(2, 5)["input_ids"])
+            for column in prompt(2, 14)["input_ids"].split(1, dim=1):
+                try:
+                    pair.feed(column)
+                except KeyboardInterrupt:
+                    pair.feed(column)
+        assert len(launches) > at
+
+
 def test_compiled(llama: PreTrainedModel) -> None:
     inputs = prompt(3, 13, padded=True)
     want = llama.generate(**inputs, **GREEDY)

@@ -22,6 +22,11 @@ logger = logging.get_logger(__name__)
 WORTHWHILE = 2
 """Steps of one padded size after which a mixed step is captured: a capture costs three of them."""
 
+NO_MEMORY = "there is not enough memory to capture a step"
+
+PAUSE = 32
+"""Eager steps for want of memory until a capture is tried again, which costs three of them."""
+
 
 def captures_on(device: torch.device) -> bool:
     """Whether steps on `device` can be captured."""
@@ -60,6 +65,10 @@ class Captures:
         self._memory: GraphMemory | None = None
         self._state: ModelState | None = None
 
+    def change(self) -> str | None:
+        """What is different of the model since steps were captured, in words; None: nothing."""
+        return None if self._state is None else self._state.change()
+
     def refresh(self) -> None:
         """Drop captured steps if the model is not what it was when they were captured.
 
@@ -68,7 +77,7 @@ class Captures:
         self._graphs = {
             shape: graph for shape, graph in self._graphs.items() if not isinstance(graph, str)
         }
-        if self._state is not None and (change := self._state.change()) is not None:
+        if (change := self.change()) is not None:
             logger.info("engine: %s; steps are captured anew", change)
             self.forget()
 
@@ -93,6 +102,8 @@ class Captures:
             if not self.eager_steps[graph]:
                 logger.warning("engine: steps run eagerly: %s", graph)
             self.eager_steps[graph] += 1
+            if graph == NO_MEMORY and self.eager_steps[graph] % PAUSE == 0:
+                del self._graphs[shape]
             return None
         return graph
 
@@ -124,7 +135,7 @@ class Captures:
             with fused(self._model, compiled=self._compile):
                 step = CapturedStep(lambda: run(shape, loaded), self._memory, undo)
         except torch.cuda.OutOfMemoryError:
-            return "there is not enough memory to capture a step"
+            return NO_MEMORY
         except Exception as error:  # whatever a model does that a graph cannot repeat
             logger.debug("engine: capture failed", exc_info=True)
             return f"a step cannot be captured: {error}"

@@ -72,7 +72,7 @@ class HostTokens:
             self._free.append((flight.tokens, flight.done))
 
     def _new(self) -> tuple[Tensor, torch.cuda.Event]:
-        tokens = torch.empty(self._max_rows, dtype=torch.int64, pin_memory=True)
+        tokens = torch.empty(self._max_rows, dtype=torch.int64, device="cpu", pin_memory=True)
         return tokens, torch.cuda.Event()
 
 

@@ -11,7 +11,7 @@ from transformers import PreTrainedModel
 from pageforge.engine.params import SamplingParams
 from pageforge.engine.runner import Runner
 from pageforge.engine.sequence import Rows, Sequence
-from pageforge.errors import UnsupportedModel
+from pageforge.errors import OutOfPages, UnsupportedModel
 from pageforge.geometry import pages_for
 from pageforge.hf.decode_step import allowed_error, relative_errors
 from pageforge.hf.fast_decode import MAX_TOKENS
@@ -102,7 +102,7 @@ def try_model(model: PreTrainedModel, pool: PagePool, runner: Runner, max_tokens
                     f"the logits of a sequence alone and beside another differ by {error:.1%}; "
                     f"roundings explain {allowed:.1%}"
                 )
-    except torch.OutOfMemoryError:
+    except (torch.OutOfMemoryError, OutOfPages):
         raise
     except Exception as error:
         raise UnsupportedModel(

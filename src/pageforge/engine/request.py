@@ -115,15 +115,17 @@ class Request:
         Interrupted in the tokenizer, it has not taken the token.
         """
         branch = self._branch(sequence)
-        text, stop = "", None
+        text, stop, is_kept = "", None, True
         if branch.detokenizer is not None:
             text = branch.detokenizer.push([token])
             branch.text.append(text)
             stop = branch.detokenizer.stopped
+            # Of the token that completes a stop string there is what lies before the cut.
+            is_kept = stop is None or branch.num_shown < branch.detokenizer.num_tokens
         if logprobs is not None:
             branch.logprobs.append(logprobs)
-        if self.streams and stop is None:
-            self._show(branch, text, [token])
+        if self.streams and (text or is_kept):
+            self._show(branch, text, [token] if is_kept else [])
         return stop
 
     def take_prompt_logprobs(self, first: int, logprobs: list[TokenLogprobs]) -> None:

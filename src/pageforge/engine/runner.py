@@ -226,6 +226,10 @@ class Runner:
         """Spent on captures, compiling included."""
         return self._captures.seconds
 
+    def change(self) -> str | None:
+        """What is different of the model since steps were captured, in words; None: nothing."""
+        return self._captures.change()
+
     def refresh(self) -> None:
         """Drop captured steps if the model is not what it was when they were captured."""
         self._captures.refresh()

@@ -52,7 +52,8 @@ class StepBuffer:
             self._buffer = torch.zeros(size, dtype=torch.uint8, device=device)
             pinned = device.type == "cuda"
             self._host = [
-                torch.zeros(size, dtype=torch.uint8, pin_memory=pinned) for _ in range(HOST_BUFFERS)
+                torch.zeros(size, dtype=torch.uint8, device="cpu", pin_memory=pinned)
+                for _ in range(HOST_BUFFERS)
             ]
         self._turn = 0
         self._loaded: dict[StepShape, LoadedStep] = {}

@@ -286,12 +286,12 @@ class PagedKVCache(DynamicCache):
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         """Each row `repeats` times; the copies share its pages."""
-        rows = torch.arange(self._state.batch_size).repeat_interleave(repeats)
+        rows = torch.arange(self._state.batch_size, device="cpu").repeat_interleave(repeats)
         self._select(rows, "batch_repeat_interleave", repeats)
 
     def batch_select_indices(self, indices: Tensor) -> None:
         """Keep only the rows `indices`."""
-        rows = torch.arange(self._state.batch_size)
+        rows = torch.arange(self._state.batch_size, device="cpu")
         rows = rows[indices.cpu()] if len(rows) else rows  # an empty cache: nothing happens
         self._select(rows, "batch_select_indices", indices)
 

@@ -78,7 +78,7 @@ class DecodeStep:
         self._padding: tuple[int, ...] | None = None
         on_cuda = self._inputs.device.type == "cuda"
         with torch.inference_mode(False):  # else it could only be written to in that mode
-            self._differs = torch.empty(1, dtype=torch.bool, pin_memory=on_cuda)
+            self._differs = torch.empty(1, dtype=torch.bool, device="cpu", pin_memory=on_cuda)
         arguments = dict(call.options) | {
             "input_ids": self._inputs.tokens,
             "position_ids": self._inputs.positions,
@@ -176,8 +176,12 @@ class DecodeStep:
         self._tokens.copy_(tokens)
         if positions is not None:
             self._positions.copy_(positions)
+        # The graph counts lengths up itself. An interrupt that comes with it must not leave them
+        # unknown: all is loaded anew then.
+        batch, self._batch = self._batch, lambda: None
         self._captured.replay()
         self._length += 1
+        self._batch = batch
 
     def follow(self, batch: SequenceBatch) -> None:
         """Take over the pages of the batch that was last replayed."""

@@ -36,7 +36,7 @@ class PagedLayer(CacheLayerMixin):
         self.is_sliding = window is not None
         if window is not None:
             self.sliding_window = window
-            self._sliding_window_tensor = torch.tensor(window, dtype=torch.long)
+            self._sliding_window_tensor = torch.tensor(window, dtype=torch.long, device="cpu")
 
     def update(
         self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any

@@ -167,7 +167,7 @@ class _StepLayer(CacheLayerMixin):
         self.is_sliding = window is not None
         if window is not None:
             self.sliding_window = window
-            self._sliding_window_tensor = torch.tensor(window)
+            self._sliding_window_tensor = torch.tensor(window, device="cpu")
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         """There is nothing to make."""

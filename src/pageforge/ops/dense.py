@@ -221,7 +221,7 @@ def _scratch(num_rows: int, width: int, like: Tensor) -> Tensor:
     memory: dict[Any, Tensor] = _kept.__dict__
     if like.dtype not in memory:
         with torch.inference_mode(False):  # else it could only be written to in that mode
-            memory[like.dtype] = torch.empty(most, dtype=like.dtype)
+            memory[like.dtype] = torch.empty(most, dtype=like.dtype, device="cpu")
     return memory[like.dtype].as_strided((num_rows, width), (width, 1))
 
 
