@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from tests.ops.attention_cases import Step, make_step
-from tests.ops.cache_cases import random_pages, random_states
+from tests.ops.cache_cases import LAYOUTS, random_pages, random_states
 
 from pageforge.ops import launch
 from pageforge.ops.launch import VECTOR_BYTES, Launcher, addresses, misaligned
@@ -155,9 +155,10 @@ def test_equal_variants_are_equal_to_triton(
     assert 50 < len(known) < 200
 
 
-def test_so_are_those_of_gathers(known: dict[tuple[str, Any], Any]) -> None:
+def test_so_are_those_of_writes_and_gathers(known: dict[tuple[str, Any], Any]) -> None:
     """With new tokens of any layout, and without."""
     from pageforge.ops.gather import launch_gather_kv
+    from pageforge.ops.write import launch_write_kv
     from pageforge.ops.write_and_gather import ByKernel
 
     rng = random.Random(0)
@@ -174,16 +175,20 @@ def test_so_are_those_of_gathers(known: dict[tuple[str, Any], Any]) -> None:
             table = table.long() if rng.random() < 0.5 else table
             launch_gather_kv(pages.key, pages.value, table)
             continue
-        new = range(table.shape[1] * shape[0] - num_tokens, table.shape[1] * shape[0])
-        layout = rng.choice(["dense", "heads first", "part of a wider projection"])
+        layout = rng.choice(LAYOUTS)
         key, value = (
-            cast(rng, random_states(rows * num_tokens, shape[1], dim, layout, pages.key))
-            .unflatten(0, (rows, num_tokens))
-            .transpose(1, 2)
+            move(rng, cast(rng, random_states(rows * num_tokens, shape[1], dim, layout, pages.key)))
             for dim in shape[2:]
         )
-        ByKernel(pages.key, pages.value, table, 0, new)(key, value, pages.key, pages.value)
-    assert 30 < len(known) < 150
+        if rng.random() < 0.5:
+            slots = torch.zeros(rows * num_tokens + 1, dtype=torch.int64)[rng.choice([0, 1]) :]
+            launch_write_kv(key, value, pages.key, pages.value, slots[: len(key)])
+            continue
+        new = range(table.shape[1] * shape[0] - num_tokens, table.shape[1] * shape[0])
+        both = ByKernel(pages.key, pages.value, table, 0, new)
+        by_head = [part.unflatten(0, (rows, -1)).transpose(1, 2) for part in (key, value)]
+        both(*by_head, pages.key, pages.value)
+    assert 60 < len(known) < 180
 
 
 def random_step(rng: random.Random) -> Step:

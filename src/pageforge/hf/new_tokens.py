@@ -84,6 +84,7 @@ class NewTokens:
             self.key_pages,
             self.value_pages,
             self.step.slot_mapping,
+            check=False,  # update() has seen to it all
         )
 
     def write_and_gather(self) -> None:
