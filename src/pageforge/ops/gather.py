@@ -123,14 +123,14 @@ class GatherLaunch:
         self, layout: tuple[tuple[Any, ...] | None, tuple[bool, ...]], layer: tuple[Any, ...]
     ) -> Callable[..., None]:
         """The launch for layers whose tensors are laid out like these."""
-        states, pages_or_states_misaligned = layout
+        states, is_misaligned = layout
         dtypes, strides = ((), ((0, 0, 0),) * 2) if states is None else (states[:2], states[2:])
         aligns = {
             "KEY_ALIGN": math.gcd(*strides[0], 16),
             "VALUE_ALIGN": math.gcd(*strides[1], 16),
         }
         return _gather_launcher.prepare(
-            (self._variant, dtypes, pages_or_states_misaligned, *aligns.values()),
+            (self._variant, dtypes, is_misaligned, *aligns.values()),
             self._device,
             self._grid,
             layer,
