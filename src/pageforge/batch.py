@@ -260,6 +260,7 @@ class StepTensors:
         self.stop = stop
         self._former = former
         self.decodes: _Decodes = {}
+        self._gathers: dict[int, ops.WriteAndGather] = {}  # by the oldest token that is wanted
 
     @cached_property
     def page_table(self) -> Tensor:
@@ -310,6 +311,23 @@ class StepTensors:
             steps.begin(self.stop, room)
             self.decodes[kind] = steps
         return steps
+
+    def write_and_gather(
+        self, oldest: int, key_pages: Tensor, value_pages: Tensor
+    ) -> ops.WriteAndGather:
+        """Writes the step's tokens of a layer, and gathers them and all others from `oldest` on.
+
+        `key_pages`, `value_pages`: of any layer.
+        """
+        made = self._gathers.get(oldest)
+        if made is None:
+            low = oldest // self.page_size
+            first = low * self.page_size
+            new = range(self.start - first, self.stop - first)
+            table = self.page_table[:, low:]
+            made = ops.write_and_gather(key_pages, value_pages, table, oldest - first, new)
+            self._gathers[oldest] = made
+        return made
 
 
 _Decodes = dict[tuple[int | None, tuple[int, ...] | None], ops.DecodeSteps]

@@ -124,14 +124,17 @@ def test_a_way_that_explodes_is_noted_and_the_others_go_on(tiny: LatencyBench) -
 def test_a_way_that_computes_something_else_is_seen(
     tiny: LatencyBench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    gather = ops.gather_kv
+    prepare = ops.write_and_gather
 
-    def forgetful(*args, **kwargs):
-        key, value = gather(*args, **kwargs)
-        value[:, :, 0] = 0
-        return key, value
+    def forgetful(*step):
+        def gather(*layer):
+            key, value = prepare(*step)(*layer)
+            value[:, :, 0] = 0
+            return key, value
 
-    monkeypatch.setattr(ops, "gather_kv", forgetful)
+        return gather
+
+    monkeypatch.setattr(ops, "write_and_gather", forgetful)
     steps.follow(tiny, plan(tiny, 2))
     errors = {r["way"]: r["logits_error"] for r in only(tiny.report.records, prompt=3)}
     assert errors["static"] < 1e-5

@@ -85,11 +85,11 @@ def test_a_token_that_our_writes_lose_shows_in_each_of_our_ways(
 ) -> None:
     write = ops.write_kv
 
-    def forgetful(key, value, key_pages, value_pages, slot_mapping):
+    def forgetful(key, value, key_pages, value_pages, slot_mapping, **options):
         if len(slot_mapping) > 2:  # of prompts only
             slot_mapping = slot_mapping.clone()
             slot_mapping[-1] = -1
-        write(key, value, key_pages, value_pages, slot_mapping)
+        write(key, value, key_pages, value_pages, slot_mapping, **options)
 
     monkeypatch.setattr(ops, "write_kv", forgetful)
     parity.run(tiny)

@@ -23,6 +23,7 @@ from tests.ops.test_copy import SIZES, check_copy
 from tests.ops.test_gather import check_gather
 from tests.ops.test_swap import ID_LISTS, check_round_trip
 from tests.ops.test_write import check_write
+from tests.ops.test_write_and_gather import check as check_write_and_gather
 
 from pageforge import ops
 from pageforge.errors import PageForgeError, ShapeError
@@ -79,6 +80,23 @@ def test_write_casts(dtype: torch.dtype, states_dtype: torch.dtype) -> None:
 def test_gather(shape: tuple[int, int, int, int], dtype: torch.dtype) -> None:
     for size in ((1, 1), (2, 0), (0, 2), (3, 2), (9, 33)):
         check_gather(ops.gather_kv, shape, dtype, size, "cuda")
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", SHAPES)
+def test_write_and_gather(shape: tuple[int, int, int, int], dtype: torch.dtype) -> None:
+    """Launches that are prepared once, for layers of any layout."""
+    size = shape[0]
+    for new in (range(2 * size, 2 * size + 1), range(3 * size - 1, 3 * size)):
+        for layout in LAYOUTS:
+            check_write_and_gather(
+                ops.write_and_gather, shape, dtype, new, oldest=5, device="cuda", layout=layout
+            )
+    several = range(2 * size - 3, 2 * size + 4)
+    for states_dtype in DTYPES:
+        check_write_and_gather(
+            ops.write_and_gather, shape, dtype, several, device="cuda", states_dtype=states_dtype
+        )
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -165,6 +183,9 @@ def test_a_device_that_is_not_the_current_one() -> None:
     assert torch.cuda.current_device() == 0
     check_write(ops.write_kv, (16, 2, 64, 64), torch.float16, 50, device="cuda:1")
     check_gather(ops.gather_kv, (16, 2, 64, 64), torch.float16, (2, 3), "cuda:1")
+    check_write_and_gather(
+        ops.write_and_gather, (16, 2, 64, 64), torch.float16, range(40, 41), device="cuda:1"
+    )
     check_copy(ops.copy_pages, 4096, torch.float16, 5, "cuda:1")
     pages = torch.randn(40, 4096, device="cuda:1")
     host, ids = torch.empty(30, 4096, pin_memory=True), torch.randperm(30) + 1
@@ -179,6 +200,7 @@ def test_a_device_that_is_not_the_current_one() -> None:
 def test_the_host_waits_for_nothing() -> None:
     pages = random_pages(40, (16, 2, 64, 64), torch.float16, "cuda")
     key, value = (random_states(64, 2, 64, "heads first", pages.key) for _ in range(2))
+    newest = [states[:3].unsqueeze(2) for states in (key, value)]
     slots = random_slots(64, 40, 16, "cuda")
     table = torch.randint(0, 40, (3, 5), dtype=torch.int32, device="cuda")
     host = torch.empty(20, pages.all.shape[1], dtype=torch.float16, pin_memory=True)
@@ -188,6 +210,8 @@ def test_the_host_waits_for_nothing() -> None:
     def everything() -> None:
         ops.write_kv(key, value, pages.key, pages.value, slots)
         ops.gather_kv(pages.key, pages.value, table)
+        both = ops.write_and_gather(pages.key, pages.value, table, 0, range(70, 71))
+        both(*newest, pages.key, pages.value)
         ops.copy_pages(pages.all, ids[:19], others)
         ops.copy_pages(pages.all, *on_device)
         ops.swap_out(pages.all, ids, host)
@@ -238,6 +262,37 @@ def test_a_graph() -> None:
         assert torch.equal(bits(pages.all), bits(want_pages.all))
         for mine, theirs in zip(got, want, strict=True):
             assert torch.equal(bits(mine), bits(theirs))
+
+
+def test_write_and_gather_in_a_graph() -> None:
+    """Of two layers, replayed with other new tokens and another page table."""
+    pages = random_pages(20, (16, 2, 64, 80), torch.bfloat16, "cuda")
+    states = [torch.empty(2, 2, 1, dim, dtype=torch.bfloat16, device="cuda") for dim in (64, 80)]
+    table = torch.ones(2, 3, dtype=torch.int32, device="cuda")
+
+    def step() -> list[torch.Tensor]:
+        both = ops.write_and_gather(pages.key, pages.value, table, 3, range(40, 41))
+        layers = [both(*states, pages.key, pages.value) for _ in range(2)]
+        return [dense for layer in layers for dense in layer]
+
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        step()
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        got = step()
+    for _ in range(3):
+        for part in states:
+            part.normal_()
+        table.copy_((torch.randperm(19)[:6] + 1).view(2, 3))
+        graph.replay()
+        want = [part[:, :, 3:41] for part in reference.gather_kv(pages.key, pages.value, table)]
+        for mine, theirs in zip(got, want * 2, strict=True):
+            assert torch.equal(bits(mine), bits(theirs))
+        for dense, part in zip(got, states * 2, strict=True):
+            assert torch.equal(dense[:, :, -1:], part)
 
 
 def test_a_graph_cannot_capture_ids_on_the_host() -> None:

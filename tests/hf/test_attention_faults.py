@@ -104,10 +104,10 @@ def test_a_lost_token(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_lost_token_of_the_prompt(monkeypatch: pytest.MonkeyPatch) -> None:
     def lose_one(real: Op) -> Op:
-        def op(key, value, key_pages, value_pages, slots):
+        def op(key, value, key_pages, value_pages, slots, **options):
             slots = slots.clone()
             slots[-1] = -1
-            real(key, value, key_pages, value_pages, slots)
+            real(key, value, key_pages, value_pages, slots, **options)
 
         return op
 

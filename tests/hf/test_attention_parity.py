@@ -7,8 +7,6 @@ from __future__ import annotations
 
 import copy
 import functools
-from collections.abc import Iterator
-from contextlib import contextmanager
 
 import pytest
 import torch
@@ -52,7 +50,8 @@ from tests.hf.tiny_models import (
     tiny,
 )
 
-from pageforge import PagedKVCache, ops
+from pageforge import PagedKVCache
+from pageforge.bench.footprint import counted_gathers
 from pageforge.probe import cache_argument
 
 FAMILIES = tuple(name for name in CONFIGS if name not in OFF_THE_INTERFACE)
@@ -67,21 +66,6 @@ TOLERANCE = dict.fromkeys(FAMILIES, TIE) | {"qwen3_next": 10 * TIE}
 def stock(name: str, scenario: Scenario) -> list[Generated]:
     model = tiny(name)
     return scenario(model, dynamic_cache(model))
-
-
-@contextmanager
-def counted_gathers() -> Iterator[list[int]]:
-    """The rows of each gather of K/V by a cache, forks included."""
-    gathers: list[int] = []
-    real = ops.gather_kv
-
-    def counting(key_pages, value_pages, page_table):
-        gathers.append(len(page_table))
-        return real(key_pages, value_pages, page_table)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(ops, "gather_kv", counting)
-        yield gathers
 
 
 def check(name: str, scenario: Scenario, *, page_size: int = 8) -> None:

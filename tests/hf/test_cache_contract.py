@@ -42,6 +42,7 @@ from pageforge import (
     ShapeError,
     UnsupportedModel,
     UseAfterFree,
+    ops,
 )
 from pageforge.geometry import ceil_div
 from pageforge.pool import ROLLBACK
@@ -185,6 +186,24 @@ def test_the_new_keys_are_taken_as_they_are_at_the_time(caches: Make) -> None:
     key.zero_()
     value.zero_()
     assert torch.equal(both.paged.layers[0].keys, both.oracle.stored(0)[0])
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_what_layers_of_a_step_share_is_made_once(
+    name: str, caches: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And for each group of them; the ops that would make all of it again are not called."""
+    both = caches(name)
+    both.update(5)
+    made: list[int] = []
+    prepare = ops.write_and_gather
+    monkeypatch.setattr(ops, "write_and_gather", lambda *args: made.append(1) or prepare(*args))
+    for op in ("write_kv", "gather_kv"):
+        monkeypatch.setattr(ops, op, None)
+    for layer in both.oracle.shapes:
+        both.paged.update(*both.oracle.new_tokens(layer, 1), layer)
+    assert len(made) == len(both.pool.geometry.groups)
+    assert both.paged.num_gathers == len(both.oracle.shapes)
 
 
 @pytest.mark.parametrize("name", KINDS)

@@ -6,6 +6,7 @@ see. Where a fault needs a moment to strike, it strikes once.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -66,6 +67,27 @@ def once(calls: int, fault: Callable[..., Any], real: Callable[..., Any]) -> Cal
     return function
 
 
+def plant_in_steps(
+    monkeypatch: pytest.MonkeyPatch, calls: int, fault: Callable[..., tuple[Tensor, Tensor]]
+) -> None:
+    """In the layer of a step after the prompt with that number.
+
+    `fault`, called with the real thing, the layer's page table, new K and V and pages, stands in.
+    """
+    prepare = ops.write_and_gather
+    seen = itertools.count(1)
+
+    def planted(key_pages: Tensor, value_pages: Tensor, table: Tensor, *span: Any) -> Any:
+        real = prepare(key_pages, value_pages, table, *span)
+
+        def function(*layer: Tensor) -> tuple[Tensor, Tensor]:
+            return fault(real, table, *layer) if next(seen) == calls else real(*layer)
+
+        return function
+
+    monkeypatch.setattr(ops, "write_and_gather", planted)
+
+
 def test_without_a_fault_the_check_passes() -> None:
     check("llama", greedy)
     check("gemma3", past_the_margin)
@@ -78,14 +100,14 @@ def test_without_a_fault_the_check_passes() -> None:
 @pytest.mark.parametrize("name", CONFIGS)
 def test_a_lost_token(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The last row's newest token, in one layer, at one step."""
-    real = ops.write_kv
 
-    def lose_one(key, value, key_pages, value_pages, slots):
-        slots = slots.clone()
-        slots[-1] = -1
-        real(key, value, key_pages, value_pages, slots)
+    def lose_one(real, table, key, value, *pages):
+        key, value = key.clone(), value.clone()
+        key[-1].normal_()  # what its slot held before
+        value[-1].normal_()
+        return real(key, value, *pages)
 
-    monkeypatch.setattr(ops, "write_kv", once(4, lose_one, real))
+    plant_in_steps(monkeypatch, 4, lose_one)
     with pytest.raises(Difference):
         check(name, greedy)
 
@@ -94,10 +116,10 @@ def test_a_lost_token(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_two_tokens_in_each_others_place(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     real = ops.write_kv
 
-    def swap(key, value, key_pages, value_pages, slots):
+    def swap(key, value, key_pages, value_pages, slots, **options):
         slots = slots.clone()
         slots[[-1, -2]] = slots[[-2, -1]]
-        real(key, value, key_pages, value_pages, slots)
+        real(key, value, key_pages, value_pages, slots, **options)
 
     monkeypatch.setattr(ops, "write_kv", once(1, swap, real))
     with pytest.raises(Difference):
@@ -105,14 +127,13 @@ def test_two_tokens_in_each_others_place(name: str, monkeypatch: pytest.MonkeyPa
 
 
 def test_a_lost_token_of_a_later_chunk(monkeypatch: pytest.MonkeyPatch) -> None:
-    real = ops.write_kv
+    def lose_first(real, table, key, value, *pages):
+        key, value = key.clone(), value.clone()
+        key[0, :, 0].normal_()
+        value[0, :, 0].normal_()
+        return real(key, value, *pages)
 
-    def lose_first(key, value, key_pages, value_pages, slots):
-        slots = slots.clone()
-        slots[0] = -1
-        real(key, value, key_pages, value_pages, slots)
-
-    monkeypatch.setattr(ops, "write_kv", once(3, lose_first, real))
+    plant_in_steps(monkeypatch, 1, lose_first)
     with pytest.raises(Difference):
         check("llama", chunked_prefill)
 
@@ -132,35 +153,36 @@ def test_padding_counted_too_far(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("name", ["gpt2", "llama", "deepseek_v3", "gemma3", "bart"])
 def test_a_zeroed_page(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    real = ops.gather_kv
 
-    def zero_one(key_pages, value_pages, page_table):
-        page = page_table[0, -1]
+    def zero_one(real, table, key, value, key_pages, value_pages):
+        page = table[0, 0]
         key_pages[page] = 0
         value_pages[page] = 0
-        return real(key_pages, value_pages, page_table)
+        return real(key, value, key_pages, value_pages)
 
-    monkeypatch.setattr(ops, "gather_kv", once(3, zero_one, real))
+    plant_in_steps(monkeypatch, 3, zero_one)
     with pytest.raises(Difference):
         check(name, greedy)
 
 
 @pytest.mark.parametrize("name", ["gpt2", "llama", "deepseek_v3", "gemma3", "bart"])
 def test_two_swapped_rows(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    real = ops.gather_kv
-    monkeypatch.setattr(
-        ops,
-        "gather_kv",
-        once(3, lambda keys, values, table: real(keys, values, table[[1, 0, 2]]), real),
-    )
+    def swap(real, table, *layer):
+        key, value = real(*layer)
+        return key[[1, 0, 2]], value[[1, 0, 2]]
+
+    plant_in_steps(monkeypatch, 3, swap)
     with pytest.raises(Difference):
         check(name, greedy)
 
 
 @pytest.mark.parametrize("name", ["llama", "gemma3"])
 def test_keys_and_values_swapped(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    real = ops.gather_kv
-    monkeypatch.setattr(ops, "gather_kv", once(3, lambda *args: tuple(reversed(real(*args))), real))
+    def swap(real, table, *layer):
+        key, value = real(*layer)
+        return value, key
+
+    plant_in_steps(monkeypatch, 3, swap)
     with pytest.raises(Difference):
         check(name, greedy)
 
@@ -258,14 +280,14 @@ def test_a_crop_that_returns_pages_but_no_length(
 
 def test_a_turn_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
     """Positions right, contents of one earlier page old."""
-    real = ops.gather_kv
 
-    def stale(key_pages, value_pages, page_table):
-        page_table = page_table.clone()
-        page_table[0, 0] = page_table.max() + 1
-        return real(key_pages, value_pages, page_table)
+    def stale(real, table, key, value, key_pages, value_pages):
+        page = table[0, 0]
+        key_pages[page].normal_()
+        value_pages[page].normal_()
+        return real(key, value, key_pages, value_pages)
 
-    monkeypatch.setattr(ops, "gather_kv", once(30, stale, real))
+    plant_in_steps(monkeypatch, 30, stale)
     with pytest.raises(Difference):
         check("llama", three_turns)
 

@@ -143,12 +143,16 @@ def _prefill(
 def cache(job: Job) -> None:
     """All that moves K/V."""
     from pageforge.ops import copy, gather, write
+    from pageforge.ops.write_and_gather import ByKernel
 
     step = make_step([99, 9], heads=(8, 2), dims=job.dims, page_size=16, dtype=job.dtype)
     new = step.take_newest()
     slots = torch.tensor([20, 40])
     write.launch_write_kv(*new, step.key_pages, step.value_pages, slots)
     gather.launch_gather_kv(step.key_pages, step.value_pages, step.page_table)
+    pages = step.key_pages, step.value_pages
+    key, value = (states.unsqueeze(2) for states in new)
+    ByKernel(*pages, step.page_table, 0, range(98, 99))(key, value, *pages)
     for source, target in ((slots, slots), (slots, None), (None, slots)):
         copy.launch_copy(step.store, step.store, source, target, 2)
 

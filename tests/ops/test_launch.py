@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from tests.ops.attention_cases import Step, make_step
+from tests.ops.cache_cases import LAYOUTS, random_pages, random_states
 
 from pageforge.ops import launch
 from pageforge.ops.launch import VECTOR_BYTES, Launcher, addresses, misaligned
@@ -110,15 +111,16 @@ def test_misaligned() -> None:
     assert found(whole[:0], torch.zeros(0)) == ()
 
 
-# --- what decode names a variant by ---------------------------------------------------------------
+# --- what variants are named by -------------------------------------------------------------------
 
 
-def test_equal_variants_are_equal_to_triton(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whatever changes what Triton compiles must change the name of the variant too.
+@pytest.fixture
+def known(monkeypatch: pytest.MonkeyPatch) -> dict[tuple[str, Any], Any]:
+    """(kernel, variant) -> Triton's own key, of all that is launched; nothing runs.
 
-    Random decode steps; for each launch Triton's own key is made by its own code.
+    Whatever changes what Triton compiles must change the name of the variant too.
     """
-    decode = pytest.importorskip("pageforge.ops.decode")
+    pytest.importorskip("triton")
     known: dict[tuple[str, Any], Any] = {}
 
     def check(
@@ -130,6 +132,14 @@ def test_equal_variants_are_equal_to_triton(monkeypatch: pytest.MonkeyPatch) -> 
         return lambda *args: None
 
     monkeypatch.setattr(launch.Launcher, "prepare", check)
+    return known
+
+
+def test_equal_variants_are_equal_to_triton(
+    monkeypatch: pytest.MonkeyPatch, known: dict[tuple[str, Any], Any]
+) -> None:
+    """Of random decode steps."""
+    decode = pytest.importorskip("pageforge.ops.decode")
     rng = random.Random(0)
     for number in range(120):
         torch.manual_seed(number)
@@ -143,6 +153,42 @@ def test_equal_variants_are_equal_to_triton(monkeypatch: pytest.MonkeyPatch) -> 
         monkeypatch.setattr(Step, "scale", rng.choice([0.25, 1.0, 1, 16]))
         step.run(new=new, batch_invariant=rng.random() < 0.3)
     assert 50 < len(known) < 200
+
+
+def test_so_are_those_of_writes_and_gathers(known: dict[tuple[str, Any], Any]) -> None:
+    """With new tokens of any layout, and without."""
+    from pageforge.ops.gather import launch_gather_kv
+    from pageforge.ops.write import launch_write_kv
+    from pageforge.ops.write_and_gather import ByKernel
+
+    rng = random.Random(0)
+    for _ in range(200):
+        shape = rng.choice([(8, 2, 16, 16), (8, 2, 16, 24), (16, 1, 5, 5)])
+        rows, columns, num_tokens = (
+            rng.choice([1, 4, 16]),
+            rng.choice([1, 2, 16]),
+            rng.choice([1, 3]),
+        )
+        pages = random_pages(rng.choice([4, 20]), shape, dtype=rng.choice(DTYPES))
+        table = torch.zeros(rows, columns + 1, dtype=torch.int32)[:, rng.choice([0, 1]) :]
+        if rng.random() < 0.3:
+            table = table.long() if rng.random() < 0.5 else table
+            launch_gather_kv(pages.key, pages.value, table)
+            continue
+        layout = rng.choice(LAYOUTS)
+        key, value = (
+            move(rng, cast(rng, random_states(rows * num_tokens, shape[1], dim, layout, pages.key)))
+            for dim in shape[2:]
+        )
+        if rng.random() < 0.5:
+            slots = torch.zeros(rows * num_tokens + 1, dtype=torch.int64)[rng.choice([0, 1]) :]
+            launch_write_kv(key, value, pages.key, pages.value, slots[: len(key)])
+            continue
+        new = range(table.shape[1] * shape[0] - num_tokens, table.shape[1] * shape[0])
+        both = ByKernel(pages.key, pages.value, table, 0, new)
+        by_head = [part.unflatten(0, (rows, -1)).transpose(1, 2) for part in (key, value)]
+        both(*by_head, pages.key, pages.value)
+    assert 60 < len(known) < 180
 
 
 def random_step(rng: random.Random) -> Step:

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from pageforge import ops
 from pageforge.bench.caches import Setting, Way, stub_eager, stub_graph
@@ -120,14 +119,18 @@ def pool_bytes(pool: PagePool) -> tuple[int, int]:
 def counted_gathers() -> Iterator[list[None]]:
     """A list that gets an entry whenever pages are made dense."""
     calls: list[None] = []
-    gather = ops.gather_kv
+    gather, prepare = ops.gather_kv, ops.write_and_gather
 
-    def counted(*args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        calls.append(None)
-        return gather(*args, **kwargs)
+    def counted(gather: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any) -> Any:
+            calls.append(None)
+            return gather(*args)
 
-    ops.gather_kv = counted
+        return call
+
+    ops.gather_kv = counted(gather)
+    ops.write_and_gather = lambda *args: counted(prepare(*args))
     try:
         yield calls
     finally:
-        ops.gather_kv = gather
+        ops.gather_kv, ops.write_and_gather = gather, prepare

@@ -107,12 +107,8 @@ class CacheState:
         self._is_ahead = False
         return self.batch.step(group, start, stop), (key_pages, value_pages)
 
-    def store(self, layer: int, tokens: Writes, length: int, *, later: bool) -> None:
-        """`layer` now has `length` tokens: write the new ones, or with `later` keep them back."""
-        if later:
-            self.pending = tokens
-        else:
-            tokens.write()
+    def store(self, layer: int, length: int) -> None:
+        """`layer` now has `length` tokens: the new ones were written, or are `pending`."""
         start, self.lengths[layer] = self.length_of(layer), length
         self._latest = layer
         for told in self.watchers:

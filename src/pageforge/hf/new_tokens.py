@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from pageforge import ops
@@ -13,6 +14,7 @@ from pageforge.errors import UseAfterFree
 from pageforge.geometry import pages_for
 from pageforge.hf.cache_state import CacheState
 from pageforge.hf.lazy import LazyTensor
+from pageforge.ops.launch import dense_last
 
 
 class NewTokens:
@@ -82,7 +84,20 @@ class NewTokens:
             self.key_pages,
             self.value_pages,
             self.step.slot_mapping,
+            check=False,  # update() has seen to it all
         )
+
+    def write_and_gather(self) -> None:
+        """`write`, and what `dense` then returns made with it, where that is less work."""
+        step, key, value = self.step, self.key, self.value
+        is_plain = type(key) is type(value) is Tensor and not torch.compiler.is_compiling()
+        if self.is_whole or not is_plain or not key.numel():
+            self.write()
+            return
+        both = step.write_and_gather(self.oldest, self.key_pages, self.value_pages)
+        all_keys, all_values = both(key, value, self.key_pages, self.value_pages)
+        self._dense = all_keys.to(key.dtype), all_values.to(value.dtype)
+        self.state.num_gathers += 1
 
     def dense(self) -> tuple[Tensor, Tensor]:
         """K and V `[S, Hkv, L, D]` of positions `oldest` to the newest. Raises UseAfterFree."""
@@ -130,9 +145,9 @@ class NewTokens:
         }
         if is_pending:  # on the CPU
             out = ops.write_and_attend(
-                _dense_last(query.squeeze(2)),
-                _dense_last(self.key.squeeze(2)),
-                _dense_last(self.value.squeeze(2)),
+                dense_last(query.squeeze(2)),
+                dense_last(self.key.squeeze(2)),
+                dense_last(self.value.squeeze(2)),
                 self.key_pages,
                 self.value_pages,
                 step.page_table,
@@ -143,7 +158,7 @@ class NewTokens:
             state.pending = None
             return out.unsqueeze(1)
         out = ops.attend(
-            _dense_last(_by_token(query)),
+            dense_last(_by_token(query)),
             self.key_pages,
             self.value_pages,
             step.page_table,
@@ -241,11 +256,6 @@ def tokens_of(key: Tensor, value: Tensor) -> NewTokens | None:
     ):
         return key.tokens
     return None
-
-
-def _dense_last(states: Tensor) -> Tensor:
-    """The same, copied where the last dim is not dense, for kernels cannot read that."""
-    return states if states.stride(-1) == 1 else states.contiguous()
 
 
 def _by_token(states: Tensor) -> Tensor:

@@ -51,8 +51,13 @@ class PagedLayer(CacheLayerMixin):
         oldest = first_visible(step.start, self.window)
         tokens = NewTokens(state, self.index, oldest, step, key_states, value_states, pages)
         lazily = state.attended_length == step.stop
-        later = lazily and step.stop - step.start == 1
-        state.store(self.index, tokens, step.stop, later=later)
+        if not lazily:
+            tokens.write_and_gather()
+        elif step.stop - step.start == 1:
+            state.pending = tokens
+        else:
+            tokens.write()
+        state.store(self.index, step.stop)
         return lazy_kv(tokens) if lazily else tokens.dense()
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:

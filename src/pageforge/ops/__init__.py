@@ -15,11 +15,13 @@ from pageforge.ops.gather import gather_kv
 from pageforge.ops.plan import DecodePlan
 from pageforge.ops.swap import swap_in, swap_out
 from pageforge.ops.write import write_kv
+from pageforge.ops.write_and_gather import WriteAndGather, write_and_gather
 
 __all__ = [
     "HEAD_DIMS",
     "DecodePlan",
     "DecodeSteps",
+    "WriteAndGather",
     "attend",
     "attend_with_lse",
     "copy_pages",
@@ -30,5 +32,6 @@ __all__ = [
     "swap_in",
     "swap_out",
     "write_and_attend",
+    "write_and_gather",
     "write_kv",
 ]

@@ -5,6 +5,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from pageforge.ops.decode import DecodeLaunch
+from pageforge.ops.launch import dense_last
 from pageforge.ops.plan import DecodePlan, Planner
 
 
@@ -68,15 +69,10 @@ class DecodeSteps:
         ):
             return
         # The first layer, or one laid out otherwise. Kernels read no states with gaps between dims.
-        query, new_key, new_value = map(_dense_last, (query, new_key, new_value))
+        query, new_key, new_value = map(dense_last, (query, new_key, new_value))
         layer = query, key_pages, value_pages, new_key, new_value, sinks, out
         if launch is None or not launch(*layer):
             tables = self._page_table, self.plan.table, self.plan.max_pieces
             launch = DecodeLaunch(*layer, *tables, scale=scale, softcap=softcap)
             self._launches[scale, softcap] = launch
             launch(*layer)
-
-
-def _dense_last(states: Tensor) -> Tensor:
-    """The same, copied where the last dim is not dense."""
-    return states if states.stride(-1) == 1 else states.contiguous()

@@ -35,6 +35,11 @@ def misaligned(pointers: Sequence[int]) -> tuple[bool, ...]:
     return tuple([pointer % VECTOR_BYTES != 0 for pointer in pointers])
 
 
+def dense_last(states: Tensor) -> Tensor:
+    """The same, copied where the last dim is not dense, for kernels cannot read that."""
+    return states if states.stride(-1) == 1 else states.contiguous()
+
+
 def stream_handle(device: torch.device) -> int:
     """The thread's current stream on a CUDA device, as CUDA names it.
 

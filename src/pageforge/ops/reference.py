@@ -138,20 +138,37 @@ def swap_in(
 
 
 def _gather(pages: Tensor, page_table: Tensor) -> Tensor:
-    """One `index_select`, the only copy: its result is contiguous, as a dense cache's tensors are.
+    return gather_blocks(pages, block_index(pages, page_table), page_table.shape)
 
-    The pool is seen as rows of one width that divides both a (page, head) block and the distance
-    between pages; a block is then `block // width` rows in sequence.
+
+def block_index(pages: Tensor, page_table: Tensor) -> Tensor:
+    """Where the (page, head) blocks of each row's pages lie, as `gather_blocks` takes it.
+
+    The pool is seen as rows of one width that divides both a block and the distance between pages;
+    a block is then `block // width` rows in sequence.
     """
-    num_pages, num_heads, page_size, dim = pages.shape
-    block = page_size * dim
-    width = math.gcd(pages.stride(0), block)
-    per_block, per_page = block // width, pages.stride(0) // width
-    num_rows = (num_pages - 1) * per_page + num_heads * per_block
-    rows = pages.as_strided((num_rows, width), (width, 1))
+    _, num_heads, page_size, dim = pages.shape
+    width = _width(pages)
+    per_block, per_page = page_size * dim // width, pages.stride(0) // width
     within_page = torch.arange(num_heads * per_block, device=pages.device)
     index = page_table.long().mul(per_page)[:, None, :, None] + within_page.view(
         num_heads, 1, per_block
     )
-    dense = rows.index_select(0, index.flatten())
-    return dense.view(page_table.shape[0], num_heads, page_table.shape[1] * page_size, dim)
+    return index.flatten()
+
+
+def gather_blocks(pages: Tensor, index: Tensor, size: torch.Size) -> Tensor:  # [S, Hkv, M * P, D]
+    """The blocks of a page table of `size` `[S, M]`, by the `block_index` of pages that lie alike.
+
+    One `index_select`, the only copy: its result is contiguous, as a dense cache's tensors are.
+    """
+    num_pages, num_heads, page_size, dim = pages.shape
+    num_rows, num_columns = size
+    width = _width(pages)
+    height = ((num_pages - 1) * pages.stride(0) + num_heads * page_size * dim) // width
+    rows = pages.as_strided((height, width), (width, 1))
+    return rows.index_select(0, index).view(num_rows, num_heads, num_columns * page_size, dim)
+
+
+def _width(pages: Tensor) -> int:
+    return math.gcd(pages.stride(0), pages.shape[2] * pages.shape[3])

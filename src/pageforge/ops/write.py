@@ -12,6 +12,7 @@ from pageforge.geometry import ceil_div
 from pageforge.ops import kernels, reference
 from pageforge.ops.checks import check_layer, check_same_device, shape
 from pageforge.ops.kernels import jit, tile_columns, tl
+from pageforge.ops.launch import Launcher, addresses, misaligned
 from pageforge.ops.library import register
 
 
@@ -21,6 +22,8 @@ def write_kv(
     key_pages: Tensor,  # [N, Hkv, P, Dk], written
     value_pages: Tensor,  # [N, Hkv, P, Dv], written
     slot_mapping: Tensor,  # [T] int64; -1 = skip
+    *,
+    check: bool = True,
 ) -> None:
     """`key_pages[slot // P, :, slot % P] = key`, the same for V; rows with slot -1 write nothing.
 
@@ -28,8 +31,21 @@ def write_kv(
     another dtype are cast to the pages' dtype. Slots must be unique and inside the pool: on CUDA
     they are not looked at by the host, which waits for nothing, so a graph can capture this.
 
-    Raises ShapeError, and then nothing was written.
+    Raises ShapeError, and then nothing was written; without `check`, which a caller may leave out
+    who has made sure of it all and needs no gradient, it may write anywhere.
     """
+    arguments = key, value, key_pages, value_pages, slot_mapping
+    if check or type(key) is not Tensor or torch.compiler.is_compiling():
+        _check(*arguments)
+        _write_kv(*arguments)
+    else:  # without torch's dispatcher, which takes the host longer than the launch
+        on_cuda = key.is_cuda and kernels.AVAILABLE
+        (launch_write_kv if on_cuda else reference.write_kv)(*arguments)
+
+
+def _check(
+    key: Tensor, value: Tensor, key_pages: Tensor, value_pages: Tensor, slot_mapping: Tensor
+) -> None:
     heads, key_dim, value_dim = check_layer(key_pages, value_pages)
     if slot_mapping.dtype != torch.int64 or slot_mapping.dim() != 1:
         got = f"{shape(slot_mapping)} {slot_mapping.dtype}"
@@ -41,7 +57,6 @@ def write_kv(
     num_tokens = slot_mapping.numel()
     _check_states("key", key, (num_tokens, heads, key_dim), key_pages)
     _check_states("value", value, (num_tokens, heads, value_dim), key_pages)
-    _write_kv(key, value, key_pages, value_pages, slot_mapping)
 
 
 def _check_states(name: str, states: Tensor, size: tuple[int, int, int], pages: Tensor) -> None:
@@ -67,31 +82,39 @@ def launch_write_kv(
         ceil_div(num_tokens, kernels.TILE // columns) * ceil_div(num_heads * dim, columns)
         for columns, dim in ((key_columns, key_dim), (value_columns, value_dim))
     )
-    with torch.cuda.device_of(key_pages):
-        _write_kernel[(num_programs,)](
-            key,
-            value,
-            key_pages,
-            value_pages,
-            slot_mapping,
-            num_tokens,
-            *key.stride(),
-            *value.stride(),
-            key_pages.stride(0),
-            value_pages.stride(0),
-            HEADS=num_heads,
-            KEY_DIM=key_dim,
-            VALUE_DIM=value_dim,
-            PAGE=key_pages.shape[2],
-            KEY_COLUMNS=key_columns,
-            VALUE_COLUMNS=value_columns,
-            KEY_ALIGN=math.gcd(key.stride(0), key.stride(1), 16),
-            VALUE_ALIGN=math.gcd(value.stride(0), value.stride(1), 16),
-            TILE=kernels.TILE,
-        )
+    layer = key, value, key_pages, value_pages, slot_mapping
+    constants = {
+        "KEY_STRIDE": key.stride(2),
+        "VALUE_STRIDE": value.stride(2),
+        "KEY_PAGE": key_pages.stride(0),
+        "VALUE_PAGE": value_pages.stride(0),
+        "HEADS": num_heads,
+        "KEY_DIM": key_dim,
+        "VALUE_DIM": value_dim,
+        "PAGE": key_pages.shape[2],
+        "KEY_COLUMNS": key_columns,
+        "VALUE_COLUMNS": value_columns,
+        "KEY_ALIGN": math.gcd(*key.stride()[:2], 16),
+        "VALUE_ALIGN": math.gcd(*value.stride()[:2], 16),
+        "TILE": kernels.TILE,
+    }
+    dtypes = key.dtype, value.dtype, key_pages.dtype
+    launch = _write_launcher.prepare(
+        (dtypes, misaligned(addresses(layer[:4])), *constants.values()),
+        key_pages.device,
+        (num_programs, 1, 1),
+        layer,
+        (num_tokens, *key.stride()[:2], *value.stride()[:2]),
+        constants,
+        {},
+    )
+    launch(*(addresses(layer) if key_pages.is_cuda else layer))
 
 
-@jit(do_not_specialize=["num_tokens"], do_not_specialize_on_alignment=["slots_ptr"])
+@jit(
+    do_not_specialize=["num_tokens", "key_token", "key_head", "value_token", "value_head"],
+    do_not_specialize_on_alignment=["slots_ptr"],
+)
 def _write_kernel(
     key_ptr,  # [T, Hkv, Dk]
     value_ptr,  # [T, Hkv, Dv]
@@ -99,14 +122,14 @@ def _write_kernel(
     value_pages_ptr,  # [N, Hkv, P, Dv]
     slots_ptr,  # [T] int64
     num_tokens,
-    key_token,  # strides in elements, to the next token, head and dim
-    key_head,
-    key_dim,
-    value_token,
-    value_head,
-    value_dim,
-    key_page,  # from page to page
-    value_page,
+    key_token: tl.int64,  # strides in elements, to the next token and head
+    key_head: tl.int64,
+    value_token: tl.int64,
+    value_head: tl.int64,
+    KEY_STRIDE: tl.constexpr,  # and to the next dim
+    VALUE_STRIDE: tl.constexpr,
+    KEY_PAGE: tl.constexpr,  # from page to page
+    VALUE_PAGE: tl.constexpr,
     HEADS: tl.constexpr,
     KEY_DIM: tl.constexpr,
     VALUE_DIM: tl.constexpr,
@@ -129,8 +152,8 @@ def _write_kernel(
             num_tokens,
             key_token,
             key_head,
-            key_dim,
-            key_page,
+            KEY_STRIDE,
+            KEY_PAGE,
             HEADS,
             KEY_DIM,
             PAGE,
@@ -147,8 +170,8 @@ def _write_kernel(
             num_tokens,
             value_token,
             value_head,
-            value_dim,
-            value_page,
+            VALUE_STRIDE,
+            VALUE_PAGE,
             HEADS,
             VALUE_DIM,
             PAGE,
@@ -167,8 +190,8 @@ def _write_tile(
     num_tokens,
     token_stride,
     head_stride,
-    dim_stride,
-    page_stride,
+    DIM_STRIDE: tl.constexpr,
+    PAGE_STRIDE: tl.constexpr,
     HEADS: tl.constexpr,
     DIM: tl.constexpr,
     PAGE: tl.constexpr,
@@ -189,14 +212,17 @@ def _write_tile(
     from_token = tl.multiple_of(token.to(tl.int64) * token_stride, ALIGN)
     from_head = tl.multiple_of(head * head_stride, ALIGN)
     states = tl.load(
-        states_ptr + from_token[:, None] + (from_head + dim * dim_stride)[None, :], mask=exists
+        states_ptr + from_token[:, None] + (from_head + dim * DIM_STRIDE)[None, :], mask=exists
     )
-    to_slot = (slot // PAGE) * page_stride + (slot % PAGE) * DIM
+    to_slot = (slot // PAGE) * PAGE_STRIDE + (slot % PAGE) * DIM
     tl.store(
         pages_ptr + to_slot[:, None] + (head * (PAGE * DIM) + dim)[None, :],
         states.to(pages_ptr.dtype.element_ty),
         mask=exists & (slot >= 0)[:, None],
     )
+
+
+_write_launcher = Launcher(_write_kernel)
 
 
 def _fake_write_kv(
