@@ -296,7 +296,7 @@ class PagePool:
         pool ends; whoever needs pages in earnest finds out, and gives way or takes from others.
         """
         if not any(
-            group.store.maps and self._num_ready(index) < num_pages
+            group.store.maps and self._num_ready(index) < min(num_pages, group.allocator.num_free)
             for index, group in enumerate(self._groups)
         ):
             return

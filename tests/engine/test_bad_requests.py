@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from tests.engine.served import engine_on
@@ -39,7 +40,7 @@ def test_a_prompt_that_is_neither_text_nor_token_ids(prompt: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    "prompts", [5, None, {"input_ids": [5, 6]}, [{"role": "user"}], torch.tensor([5, 6])], ids=str
+    "prompts", [5, None, {"input_ids": [5, 6]}, [{"role": "user"}], torch.tensor([0.5, 6])], ids=str
 )
 def test_prompts_that_are_none(prompts: Any) -> None:
     with engine_on("llama") as engine:
@@ -53,6 +54,9 @@ def test_token_ids_may_be_of_numpy_or_torch() -> None:
         outputs = engine.generate([torch.tensor([5, 6]), torch.tensor([5, 6]).numpy()], GREEDY)
         assert outputs[0].token_ids == outputs[1].token_ids
         assert outputs[0].prompt_token_ids == [5, 6]
+        for one in (torch.tensor([5, 6]), [np.int64(5), np.int64(6)], iter([[5, 6]])):
+            (output,) = engine.generate(one, GREEDY)
+            assert output.token_ids == outputs[0].token_ids
 
 
 @pytest.mark.parametrize(
@@ -94,6 +98,7 @@ def test_the_most_extreme_priorities_are_served() -> None:
     [
         ({"seed": -1}, "seed"),
         ({"seed": "a"}, "seed"),
+        ({"seed": True}, "seed"),
         ({"swap_memory": "much"}, "swap_memory"),
         ({"swap_memory": -1}, "swap_memory"),
         ({"max_memory": "much"}, "max_memory"),

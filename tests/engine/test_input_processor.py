@@ -10,7 +10,7 @@ import pytest
 import torch
 from tests.engine.served import Tokenizer
 
-from pageforge.engine.input_processor import InputProcessor, listed
+from pageforge.engine.input_processor import InputProcessor, as_prompts
 from pageforge.engine.params import SamplingParams
 from pageforge.engine.sampler import Sampler
 from pageforge.errors import OutOfPages, ParamsError, RequestError
@@ -122,7 +122,17 @@ def test_what_ends_a_text(eos: Any, of_tokenizer: int | None, ids: tuple[int, ..
         (5, [5]),
         ({"input_ids": [5]}, [{"input_ids": [5]}]),
         ([5, "FG"], [[5, "FG"]]),
+        ([np.int64(5), np.int32(6)], [[5, 6]]),
+        (np.array([5, 6]), [[5, 6]]),
+        (torch.tensor([5, 6]), [[5, 6]]),
+        (range(5, 7), [[5, 6]]),
+        (iter([[5], [6]]), [[5], [6]]),
     ],
 )
 def test_one_prompt_or_several(prompts: Any, several: list[Any]) -> None:
-    assert listed(prompts) == several
+    assert as_prompts(prompts) == several
+
+
+@pytest.mark.parametrize("make", [np.array, torch.tensor])
+def test_rows_are_prompts_though_they_are_of_one_token(make: Any) -> None:
+    assert [one.tolist() for one in as_prompts(make([[5], [6]]))] == [[5], [6]]

@@ -7,7 +7,7 @@ import contextlib
 import itertools
 import threading
 from collections import deque
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Iterable, Iterator
 from collections.abc import Sequence as SequenceOf
 
 import numpy as np
@@ -18,7 +18,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from pageforge.engine.core import Core
 from pageforge.engine.draw import completion_seed
-from pageforge.engine.input_processor import InputProcessor, Prompt, listed
+from pageforge.engine.input_processor import InputProcessor, Prompt, as_prompts
 from pageforge.engine.live import LiveRequests
 from pageforge.engine.model_check import TRIED, check_model, longest_sequence, try_model
 from pageforge.engine.outputs import RequestOutput, StreamChunk
@@ -96,7 +96,7 @@ class Engine:
         _check_count("max_running", max_running)
         if max_batch_tokens is not None:
             _check_count("max_batch_tokens", max_batch_tokens)
-        if seed is not None and not (isinstance(seed, int) and seed >= 0):
+        if seed is not None and (not isinstance(seed, int) or isinstance(seed, bool) or seed < 0):
             fix = "None lets the engine choose"
             raise RequestError(expected("seed", "an int from 0", repr(seed), fix))
         swap_bytes = 0
@@ -162,7 +162,7 @@ class Engine:
 
     def generate(
         self,
-        prompts: Prompt | SequenceOf[Prompt],
+        prompts: Prompt | Iterable[Prompt],
         params: SamplingParams | SequenceOf[SamplingParams] | None = None,
         *,
         progress: bool = False,
@@ -173,7 +173,7 @@ class Engine:
         others go on; one that cannot be right (see `add_request`) raises before any begins.
         `progress`: show a bar on stderr. A single prompt gives a list of one.
         """
-        several = listed(prompts)
+        several = as_prompts(prompts)
         each = [*params] if isinstance(params, SequenceOf) else [params] * len(several)
         if len(each) != len(several):
             raise RequestError(
@@ -551,4 +551,4 @@ class Engine:
 
 def _check_count(name: str, value: object) -> None:
     if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-        raise RequestError(expected(name, "an int of at least 1", repr(value), "raise it"))
+        raise RequestError(expected(name, "an int of at least 1", repr(value), "pass 1 or more"))

@@ -7,6 +7,7 @@ import operator
 import reprlib
 from collections.abc import Iterable, Mapping
 from collections.abc import Sequence as SequenceOf
+from typing import Any
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
@@ -110,12 +111,17 @@ class InputProcessor:
         return text, ids
 
 
-def listed(prompts: Prompt | SequenceOf[Prompt]) -> list[Prompt]:
+def as_prompts(prompts: Any) -> list[Any]:
     """One prompt, or several, as a list. What is no prompt is left for `request` to refuse."""
     if isinstance(prompts, str | Mapping) or not isinstance(prompts, Iterable):
         return [prompts]  # a mapping is no prompt either: `_token_ids` says so
-    several = [each for each in prompts if not isinstance(each, int)]
-    return several if len(several) == len(prompts) else [[*prompts]]
+    each = [*prompts]
+    return [each] if any(map(_is_integer, each)) else each
+
+
+def _is_integer(value: object) -> bool:
+    """NumPy's count, and tensors of no dims; an array of one element is a prompt of one token."""
+    return hasattr(value, "__index__") and getattr(value, "ndim", 0) == 0
 
 
 def _token_ids(prompt: SequenceOf[int]) -> list[int]:

@@ -17,7 +17,7 @@ class EngineStats:
     num_steps: int
     num_computed_tokens: int
     num_cached_tokens: int
-    """Prompt tokens that prefix hits and forks saved."""
+    """Prompt tokens that prefix hits and forks saved, of requests that have ended."""
     num_preemptions: int
     num_swaps: int
     """Of the preemptions, those whose pages went to the host."""
