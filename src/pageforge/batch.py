@@ -260,6 +260,7 @@ class StepTensors:
         self.stop = stop
         self._former = former
         self.decodes: _Decodes = {}
+        self._dense_decodes: dict[_Kind, ops.DenseDecode] = {}
         self._gathers: dict[int, ops.WriteAndGather] = {}  # by the oldest token that is wanted
 
     @cached_property
@@ -312,6 +313,26 @@ class StepTensors:
             self.decodes[kind] = steps
         return steps
 
+    def dense_decode(
+        self,
+        key_pages: Tensor,
+        value_pages: Tensor,
+        window: int | None,
+        padding: tuple[int, ...] | None,
+    ) -> ops.DenseDecode:
+        """The step, of one query a row, as the CPU takes it. The pages are those of any layer."""
+        kind = window, padding
+        if kind not in self._dense_decodes:
+            self._dense_decodes[kind] = ops.DenseDecode(
+                key_pages,
+                value_pages,
+                self.page_table,
+                self.seq_lens,
+                window,
+                self.starts(padding),
+            )
+        return self._dense_decodes[kind]
+
     def write_and_gather(
         self, oldest: int, key_pages: Tensor, value_pages: Tensor
     ) -> ops.WriteAndGather:
@@ -330,8 +351,10 @@ class StepTensors:
         return made
 
 
-_Decodes = dict[tuple[int | None, tuple[int, ...] | None], ops.DecodeSteps]
-"""Window and left padding -> DecodeSteps."""
+_Kind = tuple[int | None, tuple[int, ...] | None]
+"""Window and left padding: what attention of a step's layers may differ in."""
+
+_Decodes = dict[_Kind, ops.DecodeSteps]
 
 
 def to_device(array: npt.NDArray[Any], device: torch.device) -> Tensor:

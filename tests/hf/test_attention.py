@@ -754,32 +754,37 @@ def test_it_is_known_to_transformers() -> None:
 
 
 def test_one_op_a_layer_for_a_decode_step(monkeypatch: pytest.MonkeyPatch) -> None:
-    """One launch writes and attends; page tables and lengths are made once for all layers."""
+    """It writes and attends; what layers share is worked out once."""
     model = attending("llama")
-    calls: list[tuple[Any, ...]] = []
-    real = ops.write_and_attend
+    made: list[Any] = []
+    calls: list[Any] = []
 
-    def noted(*args: Any, **options: Any) -> Tensor:
-        calls.append((args[5], args[6], options["starts"]))
-        return real(*args, **options)
+    class Noted(ops.DenseDecode):
+        def __init__(self, *arguments: Any):
+            made.append(arguments[-1])
+            super().__init__(*arguments)
+
+        def __call__(self, *arguments: Any) -> Tensor:
+            calls.append(self)
+            return super().__call__(*arguments)
 
     with nan_pool(model) as pool, PagedKVCache(pool) as cache:
         mask = left_padded(0, 9)
         model(tokens(2)[:, :13], attention_mask=mask[:, :13], **{cache_argument(model): cache})
-        monkeypatch.setattr(ops, "write_and_attend", noted)
-        for forbidden in ("write_kv", "attend", "gather_kv"):
+        monkeypatch.setattr(ops, "DenseDecode", Noted)
+        for forbidden in ("write_kv", "attend", "write_and_attend", "gather_kv"):
             monkeypatch.setattr(ops, forbidden, None)
         model(tokens(2)[:, 13:14], attention_mask=mask[:, :14], **{cache_argument(model): cache})
-        assert len(calls) == 2
-        assert all(one is other for one, other in zip(*calls, strict=True))
+        assert len(calls) == 2 and calls[0] is calls[1] and len(made) == 1
         model(tokens(2)[:, 14:15], attention_mask=mask[:, :15], **{cache_argument(model): cache})
-        assert calls[2][2] is calls[0][2]  # the padding is kept from step to step
+        assert len(calls) == 4 and len(made) == 2
+        assert made[0] is made[1]  # the padding is kept from step to step
 
 
 def test_the_first_forward_copies_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     """Without padding torch's attention runs on the model's own K/V."""
     model = attending("llama")
-    for forbidden in ("attend", "write_and_attend", "gather_kv"):
+    for forbidden in ("attend", "DenseDecode", "gather_kv"):
         monkeypatch.setattr(ops, forbidden, None)
     with nan_pool(model) as pool, PagedKVCache(pool) as cache:
         got = model(tokens(2), **{cache_argument(model): cache}).logits

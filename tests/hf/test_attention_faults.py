@@ -22,11 +22,14 @@ from tests.hf.test_token_parity import (
     past_the_margin,
 )
 from tests.hf.tiny_models import SLIDING, attending
+from torch import Tensor
 
 from pageforge import PagedKVCache, PagePool, ops
 from pageforge import pool as pool_module
+from pageforge.batch import StepTensors
 from pageforge.hf import mask
 from pageforge.hf.cache_state import CacheState
+from pageforge.ops.launch import dense_last
 
 Op = Callable[..., Any]
 
@@ -44,12 +47,41 @@ def check(name: str, scenario: Scenario) -> None:
 
 
 @pytest.mark.parametrize("scenario", [greedy, chunked_prefill, past_the_margin])
-def test_without_a_fault_the_check_passes(scenario: Scenario) -> None:
+def test_without_a_fault_the_check_passes(
+    scenario: Scenario, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plant(monkeypatch, "write_and_attend", lambda real: real)
     check("gemma3", scenario)
+
+
+def by_the_op(
+    step: StepTensors,
+    key_pages: Tensor,
+    value_pages: Tensor,
+    window: int | None,
+    padding: tuple[int, ...] | None,
+) -> Op:
+    """What `step.dense_decode` gives, by `ops.write_and_attend`, in which faults are planted."""
+
+    def decode(*tensors: Tensor) -> Tensor:
+        *tensors, scores = tensors
+        return ops.write_and_attend(
+            *map(dense_last, tensors[:3]),
+            *tensors[3:],
+            step.page_table,
+            step.seq_lens,
+            window=window,
+            starts=step.starts(padding),
+            **scores._asdict(),
+        )
+
+    return decode
 
 
 def plant(patch: pytest.MonkeyPatch, name: str, fault: Callable[[Op], Op], call: int = 0) -> None:
     """`ops.<name>` with a fault: at that call, or (0) at every one."""
+    if name == "write_and_attend":
+        patch.setattr(StepTensors, "dense_decode", by_the_op)
     real = getattr(ops, name)
     patch.setattr(ops, name, once(call, fault(real), real) if call else fault(real))
 

@@ -144,17 +144,10 @@ class NewTokens:
             "plan": plan,
         }
         if is_pending:  # on the CPU
-            out = ops.write_and_attend(
-                dense_last(query.squeeze(2)),
-                dense_last(self.key.squeeze(2)),
-                dense_last(self.value.squeeze(2)),
-                self.key_pages,
-                self.value_pages,
-                step.page_table,
-                step.seq_lens,
-                check=False,  # update() and the refusals of attention have seen to it all
-                **options,
-            )
+            decode = step.dense_decode(self.key_pages, self.value_pages, window, padding)
+            new = query.squeeze(2), self.key.squeeze(2), self.value.squeeze(2)
+            scores = ops.Scores(scale, softcap, sinks)
+            out = decode(*new, self.key_pages, self.value_pages, scores)
             state.pending = None
             return out.unsqueeze(1)
         out = ops.attend(

@@ -11,6 +11,7 @@ from pageforge.ops.attend import (
 )
 from pageforge.ops.copy import copy_pages
 from pageforge.ops.decode_steps import DecodeSteps
+from pageforge.ops.dense import DenseDecode, Scores
 from pageforge.ops.gather import gather_kv
 from pageforge.ops.plan import DecodePlan
 from pageforge.ops.swap import swap_in, swap_out
@@ -21,6 +22,8 @@ __all__ = [
     "HEAD_DIMS",
     "DecodePlan",
     "DecodeSteps",
+    "DenseDecode",
+    "Scores",
     "WriteAndGather",
     "attend",
     "attend_with_lse",

@@ -31,7 +31,6 @@ class Scores(NamedTuple):
     """How scores are made; see `reference.attend`."""
 
     scale: float
-    window: int | None = None
     softcap: float | None = None
     sinks: Tensor | None = None  # [Hq]
     alibi_slopes: Tensor | None = None  # [Hq]
@@ -53,11 +52,13 @@ def attend_dense(
     starts: Tensor | None = None,  # [S] int: tokens of left padding, which nobody sees
 ) -> Tensor:  # [T, Hq, Dv]
     """What `reference.attend` means, without the log-sum-exp. K and V are of the query's dtype."""
-    scores = Scores(scale, window, softcap, sinks, alibi_slopes)
+    scores = Scores(scale, softcap, sinks, alibi_slopes)
     lengths, bounds = seq_lens.tolist(), cu_query_lens.tolist()
     paddings = [0] * len(lengths) if starts is None else starts.tolist()
     table = page_table.cpu().numpy()
-    return _attend(query, key_pages, value_pages, table, lengths, bounds, paddings, scores)
+    pages = _Pages(key_pages, value_pages)
+    pieces = _pieces(pages, table, lengths, bounds, paddings, window)
+    return _attend(query, pages, pieces, scores)
 
 
 def write_and_attend_dense(
@@ -80,61 +81,116 @@ def write_and_attend_dense(
 
     Rows that have no token, or none but padding, or no page for it, write nothing.
     """
-    scores = Scores(scale, window, softcap, sinks, alibi_slopes)
-    lengths = seq_lens.tolist()
-    paddings = [0] * len(lengths) if starts is None else starts.tolist()
-    size, table = key_pages.shape[2], page_table.cpu().numpy()
-    places = []  # (row, page, place in the page) of each new token
-    for row, (length, padding) in enumerate(zip(lengths, paddings, strict=True)):
-        page = table.item(row, (length - 1) // size) if length > padding else 0
-        if page:
-            places.append((row, page, (length - 1) % size))
-    if places:
-        rows, pages, offsets = torch.tensor(places, device=key.device).unbind(1)
-        if len(places) < len(lengths):
-            key, value = key[rows], value[rows]
-        key_pages[pages, :, offsets] = key.to(key_pages.dtype)
-        value_pages[pages, :, offsets] = value.to(value_pages.dtype)
-    bounds = range(len(lengths) + 1)
-    return _attend(query, key_pages, value_pages, table, lengths, bounds, paddings, scores)
+    step = DenseDecode(key_pages, value_pages, page_table, seq_lens, window, starts)
+    scores = Scores(scale, softcap, sinks, alibi_slopes)
+    return step(query, key, value, key_pages, value_pages, scores)
 
 
-def _attend(
-    query: Tensor,
-    key_pages: Tensor,
-    value_pages: Tensor,
+class DenseDecode:
+    """`write_and_attend_dense`, for layer after layer: what these share is worked out once.
+
+    Layers whose pages lie alike share it, as those of a group in a pool do, if their windows are
+    the same.
+    """
+
+    def __init__(
+        self,
+        key_pages: Tensor,  # [N, Hkv, P, Dk] of any layer
+        value_pages: Tensor,  # [N, Hkv, P, Dv]
+        page_table: Tensor,  # [S, M] int32
+        seq_lens: Tensor,  # [S] int32, the new token included
+        window: int | None,
+        starts: Tensor | None,  # [S] int32
+    ):
+        lengths = seq_lens.tolist()
+        paddings = [0] * len(lengths) if starts is None else starts.tolist()
+        size, table = key_pages.shape[2], page_table.cpu().numpy()
+        places = []  # (row, page, place in the page) of each new token
+        for row, (length, padding) in enumerate(zip(lengths, paddings, strict=True)):
+            page = table.item(row, (length - 1) // size) if length > padding else 0
+            if page:
+                places.append((row, page, (length - 1) % size))
+        self._writes_all = len(places) == len(lengths)
+        self._places = None
+        if places:
+            self._places = torch.tensor(places, device=key_pages.device).unbind(1)
+        pages, bounds = _Pages(key_pages, value_pages), range(len(lengths) + 1)
+        self._pieces = _pieces(pages, table, lengths, bounds, paddings, window)
+
+    def __call__(
+        self,
+        query: Tensor,  # [S, Hq, Dk]
+        key: Tensor,  # [S, Hkv, Dk]
+        value: Tensor,  # [S, Hkv, Dv]
+        key_pages: Tensor,  # [N, Hkv, P, Dk], written
+        value_pages: Tensor,  # [N, Hkv, P, Dv], written
+        scores: Scores,
+    ) -> Tensor:  # [S, Hq, Dv]
+        """One layer's step."""
+        if self._places is not None:
+            rows, pages, offsets = self._places
+            if not self._writes_all:
+                key, value = key[rows], value[rows]
+            key_pages[pages, :, offsets] = key.to(key_pages.dtype)
+            value_pages[pages, :, offsets] = value.to(value_pages.dtype)
+        return _attend(query, _Pages(key_pages, value_pages), self._pieces, scores)
+
+
+class _Piece(NamedTuple):
+    """Neighbouring rows that are attended to at once: of one length, with equally many queries."""
+
+    queries: slice  # of all queries
+    length: int
+    firsts: list[int]  # the first token that each row sees
+    mask: Tensor | None  # [B, 1, Tq, tokens], see `_mask`
+    pages: _Places  # of the tokens from the first that any row sees
+
+
+def _pieces(
+    pages: _Pages,
     table: npt.NDArray[np.int32],
     lengths: Sequence[int],
     bounds: Sequence[int],
     paddings: Sequence[int],
-    scores: Scores,
-) -> Tensor:
+    window: int | None,
+) -> list[_Piece]:
+    """How rows are attended to; those that see nothing are left out."""
     counts = [stop - start for start, stop in pairwise(bounds)]
-    pages = _Pages(key_pages, value_pages)
-    out: Tensor | None = None
+    pieces = []
     for rows in _alike(lengths, counts, pages.token_bytes):
         length, count = lengths[rows.start], counts[rows.start]
-        oldest = 0 if scores.window is None else max(0, length - count - scores.window + 1)
-        # The first token that each row sees.
+        oldest = 0 if window is None else max(0, length - count - window + 1)
         firsts = [min(length, max(padding, oldest)) for padding in paddings[rows]]
-        if not count or min(firsts) == length:
-            continue
-        queries = slice(bounds[rows.start], bounds[rows.stop])
-        key, value = pages.gather(table[rows], min(firsts), length)
-        answer = _attend_alike(query[queries], key, value, length, firsts, scores)
-        if len(set(firsts)) > 1 and bool(answer.isnan().any()):
+        if count and min(firsts) < length:
+            queries = slice(bounds[rows.start], bounds[rows.stop])
+            mask = _mask(length, count, firsts, window)
+            if mask is not None:
+                mask = mask.to(pages.device)
+            gathered = pages.place(table[rows], min(firsts), length)
+            pieces.append(_Piece(queries, length, firsts, mask, gathered))
+    return pieces
+
+
+def _attend(query: Tensor, pages: _Pages, pieces: Sequence[_Piece], scores: Scores) -> Tensor:
+    """`[T, Hq, Dv]`: 0 for queries that are in no piece."""
+    out: Tensor | None = None
+    for piece in pieces:
+        key, value = pages.gather(piece.pages)
+        answer = _attend_alike(query[piece.queries], key, value, piece, scores)
+        low = min(piece.firsts)
+        if low < max(piece.firsts) and bool(answer.isnan().any()):
             # What lies before a row's first token weighs nothing, but zero times NaN is NaN.
-            for row, first in enumerate(firsts):
-                key[row, :, : first - min(firsts)] = 0
-                value[row, :, : first - min(firsts)] = 0
-            answer = _attend_alike(query[queries], key, value, length, firsts, scores)
+            for row, first in enumerate(piece.firsts):
+                key[row, :, : first - low] = 0
+                value[row, :, : first - low] = 0
+            answer = _attend_alike(query[piece.queries], key, value, piece, scores)
         if len(answer) == len(query):
             return answer
         if out is None:
-            out = query.new_zeros(query.shape[0], query.shape[1], value_pages.shape[3])
-        out[queries] = answer
+            out = query.new_zeros(query.shape[0], query.shape[1], value.shape[3])
+        out[piece.queries] = answer
     if out is None:
-        return query.new_zeros(query.shape[0], query.shape[1], value_pages.shape[3])
+        return query.new_zeros(query.shape[0], query.shape[1], pages.value_pages.shape[3])
     return out
 
 
@@ -180,28 +236,46 @@ class _Pages:
             self.rows = key_pages.as_strided((num_rows, width), (width, 1))
             self.inside = _inside(apart, self.num_heads)
 
-    def gather(self, table: npt.NDArray[np.int32], low: int, length: int) -> tuple[Tensor, Tensor]:
-        """K and V `[B, Hkv, length - low, D]` of rows with pages `[B, M]`; for a moment only."""
+    @property
+    def device(self) -> torch.device:
+        """On which they lie."""
+        return self.key_pages.device
+
+    def place(self, table: npt.NDArray[np.int32], low: int, length: int) -> _Places:
+        """Where the tokens `low` to `length - 1` of rows with pages `[B, M]` lie."""
         size = self.page_size
-        first, stop = low // size, pages_for(length, size)
-        table = table[:, first:stop].astype(np.int64)
-        skipped, num_tokens = low - first * size, length - low
+        first = low // size
+        ids = table[:, first : pages_for(length, size)].astype(np.int64)
+        if self.rows is not None:
+            ids = (self.inside + ids[:, None, None] * self.per_page).ravel()
+        sources = torch.from_numpy(ids).to(self.device)
+        return _Places(sources, len(table), low - first * size, length - low)
+
+    def gather(self, places: _Places) -> tuple[Tensor, Tensor]:
+        """K and V `[B, Hkv, tokens, D]`; for a moment only."""
+        sources, num_rows, skipped, num_tokens = places
         if self.rows is None:
-            page_table = torch.from_numpy(table).to(self.key_pages.device)
-            key, value = gather_kv(self.key_pages, self.value_pages, page_table)
-            return key[:, :, skipped : skipped + num_tokens], value[
-                :, :, skipped : skipped + num_tokens
-            ]
-        index = torch.from_numpy((self.inside + table[:, None, None] * self.per_page).ravel())
-        width = self.rows.shape[1]
-        both = _scratch(len(index), width, self.rows)
-        torch.index_select(self.rows, 0, index.to(self.rows.device), out=both)
-        head, heads = (stop - first) * width, self.num_heads
-        shape = (len(table), heads, num_tokens, self.dim)
+            wanted = slice(skipped, skipped + num_tokens)
+            key, value = gather_kv(self.key_pages, self.value_pages, sources)
+            return key[:, :, wanted], value[:, :, wanted]
+        width, heads = self.rows.shape[1], self.num_heads
+        both = _scratch(len(sources), width, self.rows)
+        torch.index_select(self.rows, 0, sources, out=both)
+        head = len(sources) // (2 * num_rows * heads) * width
+        shape = (num_rows, heads, num_tokens, self.dim)
         strides = (2 * heads * head, head, self.dim, 1)
         key = both.as_strided(shape, strides, skipped * self.dim)
         value = both.as_strided(shape, strides, skipped * self.dim + heads * head)
         return key, value
+
+
+class _Places(NamedTuple):
+    """What `_Pages.gather` copies, of any layer whose pages lie alike."""
+
+    sources: Tensor  # the pool's rows; or, where K and V are not rows of one matrix, pages [B, M]
+    num_rows: int
+    skipped: int  # tokens of the first page
+    num_tokens: int  # after these
 
 
 @functools.lru_cache(64)
@@ -229,11 +303,10 @@ def _attend_alike(
     query: Tensor,  # [B * Tq, Hq, Dk]
     key: Tensor,  # [B, Hkv, tokens, Dk]
     value: Tensor,  # [B, Hkv, tokens, Dv]
-    length: int,
-    firsts: Sequence[int],
+    piece: _Piece,
     scores: Scores,
 ) -> Tensor:  # [B * Tq, Hq, Dv]
-    """Attention of the last `Tq` of `length` tokens in each row; it sees those from `firsts` on."""
+    """Attention of the last `Tq` tokens of each row of a piece."""
     rows, num_kv_heads = key.shape[:2]
     num_tokens, num_heads, dim = query.shape
     count, group = num_tokens // rows, num_heads // num_kv_heads
@@ -242,9 +315,7 @@ def _attend_alike(
     else:
         grouped = query.view(rows, count, num_kv_heads, group, dim).permute(0, 2, 3, 1, 4)
         grouped = grouped.reshape(rows, num_kv_heads, group * count, dim)
-    mask = _mask(length, count, firsts, scores.window)
-    if mask is not None:
-        mask = mask.to(query.device)
+    mask, length, firsts = piece.mask, piece.length, piece.firsts
     if scores.softcap is None and scores.sinks is None and scores.alibi_slopes is None:
         spread = mask if mask is None or count == 1 else mask.repeat(1, 1, group, 1)
         out = scaled_dot_product_attention(
