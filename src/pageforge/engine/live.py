@@ -64,7 +64,8 @@ class LiveRequests:
         """A completion ends, and perhaps its request with it. Told again, nothing happens."""
         request: Request = sequence.owner
         request.end(sequence, reason, cause)
-        if request.output is not None and request.id in self.by_id:
+        # (A later request may have its id.)
+        if request.output is not None and self.by_id.get(request.id) is request:
             finished = [] if request.is_awaited else [request.output]
             num_cached = sum(each.num_cached for each in request.sequences)
             # Nothing is called from here on, so that Python lets no interrupt in between.
