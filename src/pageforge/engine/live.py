@@ -78,5 +78,6 @@ class LiveRequests:
 def _logprobs_of(logprobs: Logprobs, place: int, token: int, k: int) -> TokenLogprobs:
     """Those of the token at `place`, with the `k` likeliest there."""
     ids, values = logprobs.top_ids[place, :k].tolist(), logprobs.top[place, :k].tolist()
-    top = tuple(map(Logprob, ids, values))
-    return TokenLogprobs(Logprob(token, float(logprobs.chosen[place])), top)
+    top = tuple(map(Logprob, ids, values, range(1, k + 1)))
+    chosen, rank = float(logprobs.chosen[place]), int(logprobs.ranks[place])
+    return TokenLogprobs(Logprob(token, chosen, rank), top)
