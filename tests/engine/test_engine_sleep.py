@@ -46,32 +46,40 @@ def streamed_async(engine: Engine) -> list[int]:
 ways = pytest.mark.parametrize("way", [generated, streamed, generated_async, streamed_async])
 
 
-def until(holds: Callable[[], object]) -> None:
-    for _ in range(4000):
-        if holds():
-            return
-        time.sleep(0.005)
-    raise AssertionError("it never came")
+class Paused:
+    """Holds the call of another thread between two of its steps until `sleep` is over."""
+
+    def __init__(self, engine: Engine):
+        self._engine, self._advance, self._num_calls = engine, engine._advance, 0
+        self._reached, self._slept, self._waits = (threading.Event() for _ in range(3))
+        vars(engine)["_advance"] = self.advance
+
+    def advance(self, request: Request) -> Future[None] | None:
+        self._num_calls += 1
+        if self._num_calls == 5:
+            self._reached.set()
+            assert self._slept.wait(timeout=60)
+        news = self._advance(request)
+        if news is not None:
+            self._waits.set()
+        return news
+
+    def sleep(self) -> None:
+        """When this is over the call waits, or is about to."""
+        assert self._reached.wait(timeout=60)
+        self._engine.sleep()
+        self._slept.set()
+        assert self._waits.wait(timeout=60)
 
 
 @contextlib.contextmanager
 def asleep(way: Callable[[Engine], Any]) -> Iterator[tuple[Engine, Future[Any]]]:
     """Another thread is in the middle of a call, and waits for `wake`."""
-    model, waits = attending("llama"), threading.Event()
+    model = attending("llama")
     with ThreadPoolExecutor(1) as executor, Engine(model, page_size=8, max_pages=400) as engine:
-        advance = engine._advance
-
-        def noted(request: Request) -> Future[None] | None:
-            news = advance(request)
-            if news is not None:
-                waits.set()
-            return news
-
-        vars(engine)["_advance"] = noted
+        paused = Paused(engine)
         found = executor.submit(way, engine)
-        until(lambda: engine.stats().num_steps > 3)
-        engine.sleep()
-        assert waits.wait(timeout=60)
+        paused.sleep()
         yield engine, found
 
 
@@ -110,12 +118,11 @@ def test_aborting_their_request_ends_them(way: Callable[[Engine], list[int]]) ->
 @pytest.mark.parametrize("way", [generated, streamed])
 def test_ctrl_c_ends_one_that_waits(way: Callable[[Engine], list[int]]) -> None:
     with engine_on("llama") as engine:
-        main = threading.main_thread().ident
+        main, paused = threading.main_thread().ident, Paused(engine)
         assert main is not None
 
         def fall_asleep() -> None:
-            until(lambda: engine.stats().num_steps > 3)
-            engine.sleep()
+            paused.sleep()
             time.sleep(0.1)
             signal.pthread_kill(main, signal.SIGINT)
 
@@ -132,11 +139,15 @@ def test_tasks_that_wait_take_no_threads() -> None:
     """`wake` may need one of the event loop's; and cancelling one leaves the others."""
 
     async def all_of_it(engine: Engine) -> list[list[int]]:
+        advance, is_asleep = engine._advance, False
+        # None of them may end before all have begun.
+        vars(engine)["_advance"] = lambda request: advance(request) if is_asleep else None
         asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(2))
         tasks = [asyncio.create_task(engine.generate_async(PROMPT, LONG)) for _ in range(8)]
-        while engine.stats().num_running < 8:
+        while engine.stats().num_waiting < 8:
             await asyncio.sleep(0.001)
         await asyncio.to_thread(engine.sleep)
+        is_asleep = True
         await asyncio.sleep(0.05)
         for task in tasks[:2]:
             task.cancel()
