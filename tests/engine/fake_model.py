@@ -221,6 +221,9 @@ class FakeSampler:
         assert self.rows[row] is not None
         self.rows[row] = None
 
+    def clear(self) -> None:
+        self.rows = [None] * len(self.rows)
+
     def move_row(self, source: int, target: int) -> None:
         assert self.rows[target] is None
         self.rows[target], self.rows[source] = self.rows[source], None

@@ -555,6 +555,47 @@ def test_a_full_device_takes_pages_from_forks_that_wait() -> None:
     assert [reason for reason, _ in alone.ended.values()] == ["length", "length"]
 
 
+@pytest.mark.parametrize("max_running", [1, 2, 4])
+def test_what_forks_have_saved_was_not_computed(max_running: int) -> None:
+    """Whoever gives up the shared prompt before it has run computes it after all."""
+    for max_pages in range(3, 14):
+        alone = Alone(max_pages=max_pages)
+        alone.core._limits = Limits(max_running, 64, P)
+        params = SamplingParams(max_tokens=7, temperature=0.0)
+        prompt = np.array([1, 2, 3, 4, 0, 1], np.int32)
+        first, *others = (Sequence(prompt, params, rank, shares=False) for rank in range(4))
+        first.children = others
+        for other in others:
+            other.parent = first
+        for sequence in (first, *others):
+            alone.core.add(sequence)
+        alone.run()
+        assert len(alone.ended) == 4
+        saved = sum(each.num_cached for each in (first, *others))
+        if not alone.core.num_preemptions:
+            assert alone.core.num_computed + saved == 4 * first.most_computed
+        assert saved <= 3 * (len(prompt) - 1)
+
+
+def test_memory_of_swapped_pages_that_nobody_needs_is_freed() -> None:
+    """At once, or when the step is over that was launched before."""
+    alone = Alone(max_pages=16, swap_bytes=8 * BYTES_PER_PAGE)
+    sequences = [alone.add([rank, 1, 2], 9, rank=rank)[0] for rank in range(3)]
+    alone.core.step()
+    alone.core.give_up_pages()
+    assert all(sequence.swapped is not None for sequence in sequences)
+    alone.core.abort(sequences[2])
+    assert not alone.core._kept
+    alone.core._limits = Limits(1, 64, P)
+    alone.core.step()
+    assert alone.core._flights and sequences[1].swapped is not None
+    alone.core.abort(sequences[1])
+    assert alone.core._kept
+    alone.core.settle()
+    assert not alone.core._kept and alone.core.swap.num_bytes == 0
+    alone.run()
+
+
 @pytest.mark.parametrize("swap_pages", [0, 20])
 def test_a_device_that_stays_full_runs_as_many_as_it_can(swap_pages: int) -> None:
     """Who gave way to the oldest must not begin again at once: that would go on for ever."""

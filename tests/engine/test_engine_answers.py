@@ -52,8 +52,13 @@ def check_logprobs(got: Sequence, tokens: Sequence[int], wanted: torch.Tensor, k
         assert one.chosen.logprob == pytest.approx(row[token].item(), abs=1e-4)
         best = row.topk(k)
         assert [each.logprob for each in one.top] == pytest.approx(best.values.tolist(), abs=1e-4)
+        assert [each.rank for each in one.top] == [*range(1, k + 1)]
         for each in one.top:
             assert each.logprob == pytest.approx(row[each.token_id].item(), abs=1e-4)
+            assert each == one.chosen or each.token_id != token
+        # (Where tokens are nearly as likely, the plain model may have them the other way round.)
+        least, most = ((row > row[token] + by).sum().item() + 1 for by in (1e-4, -1e-4))
+        assert least <= one.chosen.rank <= most
 
 
 @pytest.mark.usefixtures("ahead")

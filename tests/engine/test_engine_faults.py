@@ -768,3 +768,67 @@ def test_calls_from_inside_a_step_are_refused() -> None:
             [[5, 6]], SamplingParams(max_tokens=2, logits_processors=[meddle])
         )
         assert output.error is None and len(refused) == 6
+
+
+@pytest.mark.usefixtures("ahead")
+def test_an_end_that_is_interrupted_leaves_a_later_request_of_its_id_alone(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The request has ended, but its pages are not given back yet; then it is ended once more."""
+    first, second = prompts(2, seed=8)
+    with engine_on("llama", prefix_cache=False) as engine:
+        forks, left = engine._core._forks, [1]
+        leave = forks.leave
+
+        def interrupted(sequence: Any) -> None:
+            if left:
+                left.pop()
+                raise KeyboardInterrupt
+            leave(sequence)
+
+        monkeypatch.setattr(forks, "leave", interrupted)
+        engine.add_request(first, GREEDY, request_id="same")
+        with pytest.raises(KeyboardInterrupt):
+            while True:
+                engine.step()
+        assert "same" not in engine._live.by_id
+        engine.add_request(second, GREEDY, request_id="same")
+        outputs = []
+        while engine._live.by_id:
+            outputs += engine.step()
+        check("llama", first, 8, outputs[0].token_ids)
+        check("llama", second, 8, outputs[1].token_ids)
+        assert engine.stats().num_finished == len(outputs) == 2
+
+
+def test_a_request_that_is_interrupted_on_its_way_in_does_not_stay(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    with engine_on("llama") as engine:
+        core, added = engine._core, []
+        add = core.add
+
+        def interrupted(sequence: Any) -> None:
+            add(sequence)
+            added.append(sequence)
+            if len(added) == 2:
+                raise KeyboardInterrupt
+
+        monkeypatch.setattr(core, "add", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            engine.add_request(prompts(1)[0], replace(GREEDY, n=3, temperature=1.0))
+        assert not engine._live.by_id and not core.waiting
+
+
+@pytest.mark.parametrize("after", [0, 1, 4])
+def test_many_completions_are_aborted_whatever_they_wait_for(after: int) -> None:
+    prompt = prompts(1)[0]
+    with engine_on("llama", tokenizer=Tokenizer()) as engine:
+        engine.add_request(prompt, replace(GREEDY, n=3000, temperature=1.0), request_id="many")
+        for _ in range(after):
+            engine.step()
+        assert engine.abort("many")
+        (output,) = engine.step()
+        assert [each.index for each in output.outputs] == [*range(3000)]
+        assert {each.finish_reason for each in output.outputs} == {"abort"}
+        assert not engine._core.waiting and not engine._core._unfinished

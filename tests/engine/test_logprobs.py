@@ -30,6 +30,8 @@ def test_they_are_log_softmax_in_float32(logits, dtype, k, rows_a_slice, monkeyp
     ids = reference.sort(dim=-1, descending=True, stable=True).indices[:, :k]
     assert torch.equal(found.top_ids, ids)
     assert torch.equal(found.top, reference.gather(-1, ids))
+    order = reference.sort(dim=-1, descending=True, stable=True).indices
+    assert torch.equal(found.ranks, (order == tokens[:, None]).nonzero()[:, 1] + 1)
     assert found.chosen.dtype == found.top.dtype == torch.float32
 
 
@@ -37,14 +39,18 @@ def test_equal_and_banned_tokens_are_in_order_of_their_ids() -> None:
     logits = torch.tensor([[-torch.inf, 1.0, -torch.inf, 1.0, 2.0]])
     found = token_logprobs(logits, torch.tensor([0]), 5)
     assert found.top_ids.tolist() == [[4, 1, 3, 0, 2]]
-    assert found.chosen.item() == -torch.inf
+    assert found.chosen.item() == -torch.inf and found.ranks.item() == 4
+    assert torch.equal(
+        token_logprobs(logits.expand(5, 5), found.top_ids[0], 0).ranks, torch.arange(1, 6)
+    )
     certain = token_logprobs(torch.tensor([[-torch.inf, 3.0]]), torch.tensor([1]), 1)
     assert certain.top.tolist() == [[0.0]] and certain.top_ids.tolist() == [[1]]
 
 
 def test_no_tokens() -> None:
     found = token_logprobs(torch.empty(0, 5), torch.empty(0, dtype=torch.int64), 2)
-    assert found.chosen.shape == (0,) and found.top.shape == found.top_ids.shape == (0, 2)
+    assert found.chosen.shape == found.ranks.shape == (0,)
+    assert found.top.shape == found.top_ids.shape == (0, 2)
 
 
 def test_slices_are_bounded_and_cover_all_rows(monkeypatch) -> None:

@@ -109,7 +109,7 @@ def test_json_of_a_request_that_failed_before_it_began() -> None:
 
 @pytest.mark.parametrize("logprob", [-math.inf, math.nan])
 def test_json_has_no_number_for_a_token_that_was_ruled_out(logprob: float) -> None:
-    logprobs = TokenLogprobs(Logprob(1, logprob), (Logprob(1, logprob),))
+    logprobs = TokenLogprobs(Logprob(1, logprob, 1), (Logprob(1, logprob, 1),))
     data = replace(FIRST, logprobs=[logprobs]).to_dict()
     assert data["logprobs"][0]["logprob"] is data["logprobs"][0]["top"][0]["logprob"] is None
     json.dumps(data, allow_nan=False)

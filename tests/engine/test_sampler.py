@@ -298,6 +298,21 @@ def test_the_same_rows_with_other_sequences(change: str) -> None:
     assert sample(batch, logits, {0: second}).tokens.tolist() == [9]
 
 
+def test_all_rows_can_be_left_at_once() -> None:
+    params = SamplingParams(temperature=0, frequency_penalty=2.0)
+    before, requests = random_requests(params, 4), random_requests(params, 8)[4:]
+    batch = sampler_of(before)
+    num_slots = len(batch._counts.in_output)
+    batch.clear()
+    assert batch.takes_best(np.arange(4))
+    for row, request in enumerate(requests):
+        place(batch, row, request)
+    assert len(batch._counts.in_output) == num_slots
+    logits = random_logits(4)
+    tokens = sample(batch, logits, dict(enumerate(requests))).tokens.tolist()
+    assert tokens == references(logits, requests)
+
+
 def test_the_engine_may_write_its_rows_in_place() -> None:
     requests = random_requests(SamplingParams(temperature=0), 2)
     requests[1].params = SamplingParams(temperature=0, logit_bias={9: 1000.0})

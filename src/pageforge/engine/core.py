@@ -8,7 +8,9 @@ computed once too often, which nobody sees.
 from __future__ import annotations
 
 import bisect
+import contextlib
 from collections import deque
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -65,6 +67,7 @@ class Core:
         self.num_computed = 0
         self.num_preemptions = 0
         self.num_swaps = 0
+        self._unfinished: set[Sequence] = set()  # those that wait, and those that run
         self._sampler = sampler
         self._limits = limits
         self._most_running = limits.max_running  # fewer while the device has no memory for more
@@ -75,8 +78,8 @@ class Core:
         self._arrived: deque[tuple[Flight, int]] = deque()  # tokens that may mean something
         self._ending: deque[Ending] = deque()  # as those have said
         self._host_tokens = HostTokens(limits.max_running)
-        self._kept: list[Any] = []
-        self._is_torn = False  # the last step was interrupted
+        self._kept: list[Any] = []  # swapped pages that copies may still read or write
+        self._is_torn = False  # a call was interrupted, and no step has mended it yet
         self._may_compact = False  # a row has become free since it was last tried
         self._needs_host: set[int] = set()  # rows whose next token depends on the last one's value
         self._wants_prompt: set[int] = set()  # rows that compute logits of their whole prompt
@@ -85,38 +88,48 @@ class Core:
 
     def add(self, sequence: Sequence) -> None:
         """It waits for its turn."""
+        self._unfinished.add(sequence)
         if sequence.most_computed == 0 and sequence.limit == sequence.num_prompt:
-            self._end(sequence, "length", None)  # a prompt of one token, and no token wanted
+            self.finish(sequence, "length")  # a prompt of one token, and no token wanted
             return
         self._forks.add(sequence)
         bisect.insort(self.waiting, sequence, key=_by_rank)
 
     def abort(self, sequence: Sequence) -> None:
         """End a sequence with the tokens that have come so far."""
-        self._take_arrived()
-        self.finish(sequence, "abort")
+        with self._tearing():
+            self._take_arrived()
+            self.finish(sequence, "abort")
+            self._let_go()
 
     def finish(self, sequence: Sequence, reason: FinishReason, cause: Any = None) -> None:
         """End a sequence in whatever state it is; its pages are free at once.
 
-        The listener is told first: interrupted there, it has not ended.
+        Interrupted, it ends with the next call.
         """
+        self._ending.append((sequence, reason, cause))
+        self._take_arrived()
+
+    def _end(self, sequence: Sequence, reason: FinishReason, cause: Any) -> None:
+        """`finish`, as often as it takes: interrupted anywhere, it is begun again."""
         if sequence.is_finished:
             return
         if sequence.row >= 0:
             self.rows.refresh(sequence)
-        self._end(sequence, reason, cause)
+        self._listener.on_finish(sequence, reason, cause)
+        self._forks.leave(sequence)
         if sequence.row >= 0:
             self._leave_row(sequence)
             self._most_running += 1  # there is memory for another, and perhaps by now for two
-        else:
-            self.waiting.remove(sequence)
+        self._leave_queue(sequence)
         self._release(sequence)
-
-    def _end(self, sequence: Sequence, reason: FinishReason, cause: Any) -> None:
-        self._listener.on_finish(sequence, reason, cause)
+        self._unfinished.discard(sequence)
         sequence.is_finished = True
-        self._forks.leave(sequence)
+
+    def _leave_queue(self, sequence: Sequence) -> None:
+        place = bisect.bisect_left(self.waiting, sequence.rank, key=_by_rank)
+        if self.waiting[place : place + 1] == [sequence]:
+            del self.waiting[place]
 
     # --- a step -----------------------------------------------------------------------------
 
@@ -124,43 +137,61 @@ class Core:
         """Launch the next step, then look at what the last one gave."""
         if self._is_torn:
             self._mend()
-        # Two are in flight only if the last call was interrupted.
-        self._land(in_flight=0 if self._needs_host else 1)
-        try:
+        with self._tearing():
+            if self._needs_host:
+                self._land()
             if self._may_compact:
                 self._compact()
             launched = self._launch(self._next_plan())
-        except BaseException:  # an interrupt, mostly
-            self._is_torn = True
-            raise
-        # On the CPU it is done already.
-        self._land(in_flight=int(launched is not None and launched.done is not None))
+            # On the CPU it is done already.
+            self._land(in_flight=int(launched is not None and launched.done is not None))
+
+    @contextlib.contextmanager
+    def _tearing(self) -> Iterator[None]:
+        """Whatever ends the block before its end, the next step mends what it has left."""
+        was_torn, self._is_torn = self._is_torn, True
+        yield
+        self._is_torn = was_torn
 
     def _mend(self) -> None:
-        """Go on after a step that was interrupted, and may have been launched all the same.
+        """Go on after a call that was interrupted; all is worked out from the sequences anew.
 
-        Then the device has the tokens of a step that will be made again, and has counted them: all
-        that rows go on from must come from the host once more. It may not know of pages that they
-        have, and pages that can be found may never have been computed.
+        Who has no row waits, and gives up its pages, of which there may be too few or too many. A
+        step may have been launched that will be made again: then the device has its tokens, and has
+        counted them, so all that rows go on from must come from the host once more. It may not know
+        of pages that they have, and pages that can be found may never have been computed.
         """
         self.pool.drop_prefix_cache()
         self._land()
+        self.waiting = self._rowless()
+        for sequence in self.waiting:
+            self._drop(sequence, keep_swapped=True)
         self._needs_host.clear()
         self._wants_prompt.clear()
+        self._sampler.clear()
         for sequence in [each for each in self.rows.sequences if each is not None]:
+            if sequence.swapped is not None:  # it was to be preempted
+                self._drop_swapped(sequence)
             self.rows.refresh(sequence)
             self.rows.room[sequence.row] = sequence.pages.length
             self._pages.show(sequence, 0)
-            self._sampler.clear_row(sequence.row)
             try:
                 self._describe(sequence)
             except Exception as error:  # no memory for the sampler: the others go on
                 self.finish(sequence, "error", error)
+        self.swap.num_bytes = sum(
+            each.swapped.num_bytes for each in self.waiting if each.swapped is not None
+        )
         self._is_torn = False
+
+    def _rowless(self) -> list[Sequence]:
+        """Those that do not run, in their order."""
+        return sorted((each for each in self._unfinished if each.row < 0), key=_by_rank)
 
     def settle(self) -> None:
         """Look at what the step in flight gives, if there is one; launch nothing."""
-        self._land()
+        with self._tearing():
+            self._land()
 
     def _next_plan(self) -> npt.NDArray[np.int32]:
         """Who computes how many tokens, their pages being there: `[max_running]`."""
@@ -170,7 +201,7 @@ class Core:
                 limits = replace(limits, max_running=self._most_running)
             found = plan(self.rows, self.waiting, limits, self._pages, self.num_steps)
             for sequence in found.dropped:
-                self._release(sequence)
+                self._drop(sequence)
             for sequence in found.preempted:
                 self._run_out(sequence)
             if found.stuck is not None:
@@ -206,14 +237,13 @@ class Core:
         size = self.pool.geometry.page_size
         if sequence.swapped is not None:
             sequence.table = self.swap.take(sequence.swapped)
-            self._kept.append(sequence.swapped)
-            sequence.swapped = None
+            self._drop_swapped(sequence)
             # Its last page is its own, so it may as well fill it.
             self.pool.append([sequence.table], -sequence.num_computed % size)
         elif sequence.table is None:
             self._pages.begin(sequence, admission.prefix)
-        self.waiting.remove(sequence)
         self.rows.put(sequence, row, sequence.pages.length)
+        self._leave_queue(sequence)
         self._describe(sequence)
         self._pages.show(sequence, 0)
         self._listener.on_scheduled(sequence)
@@ -302,6 +332,7 @@ class Core:
             self._note(flight)
             self._take_arrived()
             self._host_tokens.take_back(flight)
+        self._let_go()
 
     def _wait_for(self, flight: Flight) -> None:
         """Have what a step gives on the host. An interrupt while it waits loses nothing."""
@@ -326,7 +357,7 @@ class Core:
         arrived = [(flight, place) for place in places]
         ending: list[Ending] = [(sequence, "length", None) for sequence in flight.scored]
         for place in others:
-            self._catch_up(*flight.at(place))
+            self._catch_up(flight, place)
         # Nothing is called from here on, so that Python lets no interrupt in between.
         self.rows.tokens[rows, lengths] = found
         self.rows.length[rows] += found != NO_TOKEN
@@ -335,23 +366,29 @@ class Core:
         self._ending += ending
         del self._flights[0]
 
-    def _catch_up(self, sequence: Sequence, token: int) -> None:
-        """Make a token known of a sequence that is not where it was."""
-        row = sequence.row
+    def _catch_up(self, flight: Flight, place: int) -> None:
+        """Make a token known of a sequence that is not where it was; again, nothing happens."""
+        sequence, token = flight.at(place)
+        if sequence.is_finished or place in flight.caught_up:
+            return
+        row, tokens = sequence.row, sequence.tokens
+        if row < 0 and token != NO_TOKEN:
+            tokens = np.append(tokens, np.int32(token))
+        # An interrupt comes no sooner than behind the call of `add`.
         if row >= 0:
             self.rows.tokens[row, self.rows.length[row]] = token
             self.rows.length[row] += token != NO_TOKEN
             self.rows.pending[row] -= 1
-        elif not sequence.is_finished:
+        else:
             sequence.num_pending -= 1
-            if token != NO_TOKEN:
-                sequence.tokens = np.append(sequence.tokens, np.int32(token))
+            sequence.tokens = tokens
+        flight.caught_up.add(place)
 
     def _take_arrived(self) -> None:
         """See what tokens mean for their sequences. Interrupted there, the next call goes on."""
         while self._ending or self._arrived:
             if self._ending:
-                self.finish(*self._ending[0])
+                self._end(*self._ending[0])
                 self._ending.popleft()
                 continue
             flight, place = self._arrived[0]
@@ -398,7 +435,7 @@ class Core:
         Its pages go to the host if there is room and `swap`, else they are computed again.
         """
         num_tokens = int(self.rows.computed[sequence.row])
-        if swap and num_tokens:
+        if swap and num_tokens and sequence.swapped is None:
             sequence.swapped = self.swap.put(sequence.pages, num_tokens)
             self.num_swaps += sequence.swapped is not None
         self._leave_row(sequence)
@@ -409,11 +446,13 @@ class Core:
 
     def give_up_pages(self, *, swap: bool = True) -> None:
         """Every sequence gives its pages up, to go on later; without `swap` the host's as well."""
-        self._land()
-        for sequence in sorted(filter(None, self.rows.sequences), key=_by_rank, reverse=True):
-            self.preempt(sequence, swap=swap)
-        for sequence in self.waiting:
-            self._release(sequence, keep_swapped=swap)
+        with self._tearing():
+            self._land()
+            for sequence in sorted(filter(None, self.rows.sequences), key=_by_rank, reverse=True):
+                self.preempt(sequence, swap=swap)
+            for sequence in self._rowless():
+                self._drop(sequence, keep_swapped=swap)
+            self._let_go()
 
     def _compact(self) -> None:
         """Move the last rows to free ones before them, where steps get smaller by it."""
@@ -445,11 +484,27 @@ class Core:
             self.pool.release([sequence.table])
             sequence.table, sequence.cursors = None, []
         if sequence.swapped is not None and not keep_swapped:
-            self.swap.drop(sequence.swapped)
-            self._kept.append(sequence.swapped)
-            sequence.swapped = None
+            self._drop_swapped(sequence)
         if sequence.swapped is None:
             sequence.num_computed = 0
+
+    def _drop(self, sequence: Sequence, *, keep_swapped: bool = False) -> None:
+        """Have a waiting sequence give its pages up; what it lost is computed once it runs."""
+        self._release(sequence, keep_swapped=keep_swapped)
+        if not sequence.num_preemptions:  # they were another's prompt, and have saved it nothing
+            sequence.num_cached = 0
+
+    def _drop_swapped(self, sequence: Sequence) -> None:
+        """Its pages on the host are needed no more, but by copies that are not done yet."""
+        self._kept.append(sequence.swapped)
+        self.swap.drop(sequence.swapped)
+        sequence.swapped = None
+
+    def _let_go(self) -> None:
+        """Free the swapped pages that no flight will take along."""
+        if self._kept and not self._flights:
+            self.swap.finish_copies()
+            self._kept.clear()
 
     def _yield_memory(self, error: OutOfPages) -> None:
         """The device has less memory than the pool's budget: somebody gives up pages.
@@ -460,7 +515,7 @@ class Core:
         holders = [sequence for sequence in self.waiting if sequence.table is not None]
         if holders:
             for sequence in holders:
-                self._release(sequence)
+                self._drop(sequence)
         elif len(running) > 1:
             self._run_out(running[-1])
         else:

@@ -9,6 +9,7 @@ import threading
 from collections import deque
 from collections.abc import AsyncIterator, Iterable, Iterator
 from collections.abc import Sequence as SequenceOf
+from concurrent.futures import Future
 
 import numpy as np
 import torch
@@ -157,6 +158,7 @@ class Engine:
         self._looked_at = 0  # the number of steps when the model was last looked at
         self._is_asleep = False
         self._is_closed = False
+        self._news: Future[None] = Future()  # for those whom `sleep` makes wait
 
     # --- whole answers ----------------------------------------------------------------------
 
@@ -191,7 +193,7 @@ class Engine:
                 task = bar.add_task("requests", total=len(requests))
                 for request in requests:
                     while request.output is None:
-                        self._advance(request)
+                        self._wait(request)
                     bar.advance(task)
             return [request.output for request in requests if request.output is not None]
         finally:
@@ -221,7 +223,7 @@ class Engine:
         try:
             while request.output is None or request.chunks:
                 if not request.chunks:
-                    await asyncio.to_thread(self._advance, request)
+                    await self._wait_async(request)
                 while request.chunks:
                     yield request.chunks.popleft()
             if request.output.error is not None:
@@ -236,7 +238,7 @@ class Engine:
         request = await self._begin_in_thread(prompt, params, priority, streams=False)
         try:
             while request.output is None:
-                await asyncio.to_thread(self._advance, request)
+                await self._wait_async(request)
             return request.output
         finally:
             self._abandon(request)
@@ -278,7 +280,9 @@ class Engine:
         """End a request; its pages are free at once. Whether there was one of this id."""
         with self._turn(even_closed=True):
             request = self._live.by_id.get(request_id)
-            return request is not None and self._abort(request)
+            is_aborted = request is not None and self._abort(request)
+            self._tell()
+            return is_aborted
 
     @property
     def has_unfinished(self) -> bool:
@@ -322,6 +326,8 @@ class Engine:
         """Give all K/V memory back; requests that run wait, and are computed again after `wake`.
 
         Between rollouts, say, so that training has the memory. Swapped pages stay on the host.
+        Until then calls that wait for an answer, or for a stream's next chunk, wait on; whatever
+        would begin a request and wait for it raises PageForgeError, and so does `step`.
         """
         with self._turn():
             self._core.give_up_pages()
@@ -333,6 +339,7 @@ class Engine:
         """Go on after `sleep`."""
         with self._turn():
             self._is_asleep = False
+            self._tell()
 
     def weights_changed(self) -> None:
         """The model's weights are others: what was computed with the old ones must not be used.
@@ -357,6 +364,7 @@ class Engine:
                 self._core.settle()
             finally:
                 self._restore.close()
+                self._tell()
 
     def __enter__(self) -> Engine:
         return self
@@ -411,8 +419,12 @@ class Engine:
                 other.parent = first
         request.submit(request_id, sequences)
         live[request_id] = request
-        for sequence in sequences:
-            self._core.add(sequence)
+        try:
+            for sequence in sequences:
+                self._core.add(sequence)
+        except BaseException:  # an interrupt, mostly: nobody will know of it
+            self._abandoned.append(request)
+            raise
 
     def _chunks(self, request: Request) -> Iterator[StreamChunk]:
         try:
@@ -420,7 +432,7 @@ class Engine:
                 self._submit(request)
             while request.output is None or request.chunks:
                 if not request.chunks:
-                    self._advance(request)
+                    self._wait(request)
                 while request.chunks:
                     yield request.chunks.popleft()
             if request.output.error is not None:
@@ -450,12 +462,33 @@ class Engine:
             raise
         return begun[0]
 
-    def _advance(self, request: Request) -> None:
-        """Make a step, unless another thread's has brought something for `request` meanwhile."""
+    def _wait(self, request: Request) -> None:
+        """Advance until there may be something for `request`."""
+        while (news := self._advance(request)) is not None:
+            news.result()
+
+    async def _wait_async(self, request: Request) -> None:
+        while (news := await asyncio.to_thread(self._advance, request)) is not None:
+            # Not in a thread: those that wait could take all that there are from `wake`. Others
+            # wait for the same news when this task is cancelled.
+            await asyncio.shield(asyncio.wrap_future(news))
+
+    def _advance(self, request: Request) -> Future[None] | None:
+        """Make a step, unless another thread's has brought something for `request` meanwhile.
+
+        Asleep, it makes none; when what it returns is done, it is worth trying again.
+        """
         with self._turn():
             if request.output is None and not request.chunks:
-                self._check_awake()
+                if self._is_asleep:
+                    return self._news
                 self._step()
+        return None
+
+    def _tell(self) -> None:
+        """Let those go on that wait, though it is asleep, and see whether they can."""
+        news, self._news = self._news, Future()
+        news.set_result(None)
 
     def _step(self) -> None:
         with torch.no_grad(), torch.cuda.device_of(self._core.runner.last_tokens):
@@ -482,7 +515,7 @@ class Engine:
         """End a request; False if it has ended, or not begun."""
         if self._live.by_id.get(request.id) is not request:  # a later one may have its id
             return False
-        for sequence in request.sequences:
+        for sequence in reversed(request.sequences):  # the one last that others wait for
             self._core.abort(sequence)
         return True
 

@@ -39,6 +39,7 @@ class Flight:
     prompts: list[tuple[Sequence, int, Logprobs]] = field(default_factory=list)  # from a position
     scored: list[Sequence] = field(default_factory=list)  # of which no token is wanted: they end
     kept: list[Any] = field(default_factory=list)  # what must live until it is done
+    caught_up: set[int] = field(default_factory=set)  # places of rows that moved, noted one by one
 
     def at(self, place: int) -> tuple[Sequence, int]:
         """A sampled sequence, and its token."""

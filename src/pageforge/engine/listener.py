@@ -16,8 +16,8 @@ End = tuple[FinishReason, Any]
 class Listener(Protocol):
     """Whose sequences these are: told of what becomes of them.
 
-    What it does with tokens and ends may take long. If it is interrupted there (by Ctrl-C, say),
-    the next step tells it the same once more.
+    What it does with tokens and ends may take long. If it is interrupted there (by Ctrl-C, say), or
+    the core before it is done with an end, the next call tells it the same once more.
     """
 
     def on_scheduled(self, sequence: Sequence) -> None:

@@ -64,7 +64,8 @@ class LiveRequests:
         """A completion ends, and perhaps its request with it. Told again, nothing happens."""
         request: Request = sequence.owner
         request.end(sequence, reason, cause)
-        if request.output is not None and request.id in self.by_id:
+        # (A later request may have its id.)
+        if request.output is not None and self.by_id.get(request.id) is request:
             finished = [] if request.is_awaited else [request.output]
             num_cached = sum(each.num_cached for each in request.sequences)
             # Nothing is called from here on, so that Python lets no interrupt in between.
@@ -77,5 +78,6 @@ class LiveRequests:
 def _logprobs_of(logprobs: Logprobs, place: int, token: int, k: int) -> TokenLogprobs:
     """Those of the token at `place`, with the `k` likeliest there."""
     ids, values = logprobs.top_ids[place, :k].tolist(), logprobs.top[place, :k].tolist()
-    top = tuple(map(Logprob, ids, values))
-    return TokenLogprobs(Logprob(token, float(logprobs.chosen[place])), top)
+    top = tuple(map(Logprob, ids, values, range(1, k + 1)))
+    chosen, rank = float(logprobs.chosen[place]), int(logprobs.ranks[place])
+    return TokenLogprobs(Logprob(token, chosen, rank), top)

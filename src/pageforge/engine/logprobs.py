@@ -16,11 +16,12 @@ SLICE_ELEMENTS = 1 << 24
 class Logprobs:
     """Log-probabilities of T tokens: each one's own, and the k highest at its place.
 
-    chosen: `[T]` float32. top_ids: `[T, k]` int64, the highest first, of equal ones the lowest id.
-    top: `[T, k]` float32.
+    chosen: `[T]` float32. ranks: `[T]` int64, their places among all tokens, from 1. top_ids:
+    `[T, k]` int64, the highest first. top: `[T, k]` float32. Of equal ones the lowest id is first.
     """
 
     chosen: Tensor
+    ranks: Tensor
     top_ids: Tensor
     top: Tensor
 
@@ -29,7 +30,7 @@ class Logprobs:
 
         (torch gives pinned memory to what it copies there without waiting.)
         """
-        parts = self.chosen, self.top_ids, self.top
+        parts = self.chosen, self.ranks, self.top_ids, self.top
         return Logprobs(*(part.to("cpu", non_blocking=True) for part in parts))
 
     @classmethod
@@ -39,6 +40,7 @@ class Logprobs:
             return parts[0]
         return cls(
             torch.cat([part.chosen for part in parts]),
+            torch.cat([part.ranks for part in parts]),
             torch.cat([part.top_ids for part in parts]),
             torch.cat([part.top for part in parts]),
         )
@@ -55,8 +57,9 @@ def token_logprobs(logits: Tensor, tokens: Tensor, k: int) -> Logprobs:
     for part in row_slices(*logits.shape):
         logprobs = logits[part].log_softmax(-1, dtype=torch.float32)
         top_ids = _top_ids(logprobs, k)
-        chosen = logprobs.gather(-1, tokens[part, None])[:, 0]
-        found.append(Logprobs(chosen, top_ids, logprobs.gather(-1, top_ids)))
+        chosen = logprobs.gather(-1, tokens[part, None])
+        ranks = _ranks(logprobs, tokens[part, None], chosen)
+        found.append(Logprobs(chosen[:, 0], ranks, top_ids, logprobs.gather(-1, top_ids)))
     return Logprobs.joined(found)
 
 
@@ -64,6 +67,13 @@ def row_slices(num_rows: int, vocab_size: int) -> list[slice]:
     """Slices of rows, one at least, of SLICE_ELEMENTS logits at most (or of one row)."""
     step = max(1, SLICE_ELEMENTS // vocab_size)
     return [slice(low, min(low + step, num_rows)) for low in range(0, max(num_rows, 1), step)]
+
+
+def _ranks(values: Tensor, ids: Tensor, of_ids: Tensor) -> Tensor:
+    """Places of `ids` `[T, 1]`, whose values are `of_ids`, in the order of `_top_ids`: `[T]`."""
+    is_lower = torch.arange(values.shape[1], device=values.device) < ids
+    is_before = (values > of_ids) | ((values == of_ids) & is_lower)
+    return is_before.sum(-1) + 1
 
 
 def _top_ids(values: Tensor, k: int) -> Tensor:

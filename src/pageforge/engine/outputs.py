@@ -19,8 +19,8 @@ class Logprob(NamedTuple):
 
     token_id: int
     logprob: float
-    rank: int | None = None
-    """1 for the likeliest token; None where it was not asked for."""
+    rank: int
+    """1 for the likeliest token; of equally likely ones the lowest id comes first."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,7 +124,9 @@ class RequestOutput:
     """One for each of `n`, in order; never empty."""
     timings: Timings
     prompt_logprobs: list[TokenLogprobs | None] | None = None
-    """One for each prompt token, the first None (nothing stands before it); None if not asked."""
+    """One for each prompt token, the first None (nothing stands before it); None if not asked.
+
+    A request that was aborted or failed has those that came until then."""
     num_cached_tokens: int = 0
     """Prompt tokens whose K/V were found in the prefix cache, so that none were computed."""
 

@@ -42,6 +42,10 @@ class TokenCounts:
         """The slot may be claimed again."""
         self._free.append(slot)
 
+    def release_all(self) -> None:
+        """So may all of them."""
+        self._free = list(range(len(self.in_output) - 1, -1, -1))
+
     def add(self, slots: Tensor, tokens: Tensor) -> None:
         """Count one more of `tokens[i]` in slot `slots[i]`; the slots are different ones."""
         places = slots * self.in_output.shape[1] + tokens

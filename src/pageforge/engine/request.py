@@ -28,8 +28,8 @@ MOST_PRIORITY = (1 << 22) - 1
 class _Branch:
     """One of a request's n completions, while it is generated."""
 
-    def __init__(self, sequence: Sequence, detokenizer: Detokenizer | None):
-        self.sequence = sequence
+    def __init__(self, index: int, detokenizer: Detokenizer | None):
+        self.index = index
         self.detokenizer = detokenizer
         self.logprobs: list[TokenLogprobs] = []
         self.text: list[str] = []
@@ -66,7 +66,8 @@ class Request:
         self.chunks: deque[StreamChunk] = deque()
         self.output: RequestOutput | None = None
         self._tokenizer = tokenizer
-        self._branches: list[_Branch] = []
+        self._branches: dict[Sequence, _Branch] = {}
+        self._num_open = 0  # branches that have not ended
         self._prompt_logprobs: list[TokenLogprobs | None] = [None]
         self._submitted = time.monotonic()
         self._scheduled: float | None = None
@@ -75,7 +76,7 @@ class Request:
     @property
     def sequences(self) -> list[Sequence]:
         """Of all completions."""
-        return [branch.sequence for branch in self._branches]
+        return list(self._branches)
 
     @property
     def is_watched(self) -> bool:
@@ -92,7 +93,11 @@ class Request:
         """It gets an id, and its completions; the clock of `timings` begins."""
         self.id = request_id
         self._submitted = time.monotonic()
-        self._branches = [_Branch(sequence, self._new_detokenizer()) for sequence in sequences]
+        self._branches = {
+            sequence: _Branch(index, self._new_detokenizer())
+            for index, sequence in enumerate(sequences)
+        }
+        self._num_open = len(sequences)
 
     def __repr__(self) -> str:
         return f"request {self.id}"
@@ -139,15 +144,15 @@ class Request:
         """
         branch = self._branch(sequence)
         if branch.completion is None:
-            self._complete(branch, reason, cause)
-        done = [each.completion for each in self._branches if each.completion is not None]
-        if len(done) == len(self._branches):
-            self.output = self._make_output(done)
+            self._complete(sequence, branch, reason, cause)
+        if self._num_open == 0 and self.output is None:
+            self.output = self._make_output()
 
     # --- inside -----------------------------------------------------------------------------
 
-    def _complete(self, branch: _Branch, reason: FinishReason, cause: Any) -> None:
-        sequence = branch.sequence
+    def _complete(
+        self, sequence: Sequence, branch: _Branch, reason: FinishReason, cause: Any
+    ) -> None:
         token_ids = sequence.tokens[sequence.num_prompt :].tolist()
         error = cause if reason == "error" else None
         stop = cause if reason == "stop" else None
@@ -167,10 +172,8 @@ class Request:
         except Exception as failure:  # a tokenizer that cannot decode fails its request alone
             reason, error, stop, text = "error", failure, None, None
         wants = self.params.logprobs is not None
-        if self.streams:
-            self._show(branch, rest, [], reason)
-        branch.completion = Completion(
-            index=self._branches.index(branch),
+        completion = Completion(
+            index=branch.index,
             token_ids=token_ids,
             text=text,
             finish_reason=reason,
@@ -178,6 +181,11 @@ class Request:
             logprobs=branch.logprobs[: len(token_ids)] if wants else None,
             error=error,
         )
+        shown = [self._chunk(branch, rest, [], reason)] if self.streams else []
+        # Nothing is called from here on, so that Python lets no interrupt in between.
+        branch.completion = completion
+        self._num_open -= 1
+        self.chunks += shown
 
     def _new_detokenizer(self) -> Detokenizer | None:
         """None where the text is not needed before the end."""
@@ -186,26 +194,30 @@ class Request:
         return Detokenizer(self._tokenizer, stop=tuple(self.params.stop))
 
     def _branch(self, sequence: Sequence) -> _Branch:
-        return next(each for each in self._branches if each.sequence is sequence)
+        return self._branches[sequence]
 
-    def _show(
-        self, branch: _Branch, text: str, tokens: list[int], reason: FinishReason | None = None
-    ) -> None:
-        logprobs = branch.logprobs[branch.num_shown : branch.num_shown + len(tokens)]
+    def _show(self, branch: _Branch, text: str, tokens: list[int]) -> None:
+        chunk = self._chunk(branch, text, tokens)
         branch.num_shown += len(tokens)
-        self.chunks.append(
-            StreamChunk(
-                request_id=self.id,
-                index=self._branches.index(branch),
-                text=text if branch.detokenizer is not None else None,
-                token_ids=tokens,
-                finish_reason=reason,
-                logprobs=logprobs if self.params.logprobs is not None else None,
-            )
+        self.chunks.append(chunk)
+
+    def _chunk(
+        self, branch: _Branch, text: str, tokens: list[int], reason: FinishReason | None = None
+    ) -> StreamChunk:
+        logprobs = branch.logprobs[branch.num_shown : branch.num_shown + len(tokens)]
+        return StreamChunk(
+            request_id=self.id,
+            index=branch.index,
+            text=text if branch.detokenizer is not None else None,
+            token_ids=tokens,
+            finish_reason=reason,
+            logprobs=logprobs if self.params.logprobs is not None else None,
         )
 
-    def _make_output(self, completions: list[Completion]) -> RequestOutput:
+    def _make_output(self) -> RequestOutput:
         now = time.monotonic()
+        ended = (branch.completion for branch in self._branches.values())
+        completions = [completion for completion in ended if completion is not None]
         wants = self.params.prompt_logprobs is not None
         return RequestOutput(
             request_id=self.id,
@@ -219,7 +231,7 @@ class Request:
                 total=now - self._submitted,
                 num_tokens=max(len(each.token_ids) for each in completions),
             ),
-            num_cached_tokens=self._branches[0].sequence.num_cached,
+            num_cached_tokens=next(iter(self._branches)).num_cached,
         )
 
 

@@ -145,6 +145,12 @@ class Sampler:
             self._counts.release(int(self._rows["slot"][row]))
         self._forget(row)
 
+    def clear(self) -> None:
+        """All sequences leave their rows."""
+        for row in range(len(self._rows)):
+            self._forget(row)
+        self._counts.release_all()
+
     def move_row(self, source: int, target: int) -> None:
         """The sequence of row `source` takes row `target`, which must be free."""
         self._rows[target] = self._rows[source]

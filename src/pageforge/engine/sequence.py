@@ -185,8 +185,9 @@ class Rows:
     def put(self, sequence: Sequence, row: int, room: int) -> None:
         """Give `sequence` a row; its pages have room for `room` tokens."""
         assert self.sequences[row] is None and sequence.row < 0
-        count = len(sequence.tokens)
-        self._widen(sequence.limit, len(sequence.stop_ids))
+        count, num_stop_ids = len(sequence.tokens), len(sequence.stop_ids)
+        self._widen(sequence.limit, num_stop_ids)
+        # Nothing is called from here on, so that Python lets no interrupt in between.
         self.sequences[row] = sequence
         self.rank[row] = sequence.rank
         self.length[row] = count
@@ -199,7 +200,7 @@ class Rows:
         self.seed[row] = sequence.seed
         self.is_watched[row] = sequence.is_watched
         self.stop_ids[row] = NO_TOKEN
-        self.stop_ids[row, : len(sequence.stop_ids)] = sequence.stop_ids
+        self.stop_ids[row, :num_stop_ids] = sequence.stop_ids
         self.tokens[row, :count] = sequence.tokens
         self.epoch[row] += 1
         self.num_running += 1
@@ -210,10 +211,11 @@ class Rows:
         row = sequence.row
         assert self.sequences[row] is sequence
         self.refresh(sequence)
+        # Nothing is called from here on, so that Python lets no interrupt in between.
         self.sequences[row] = None
         self.rank[row] = EMPTY
-        for column in (self.length, self.pending, self.computed, self.most_computed, self.room):
-            column[row] = 0
+        self.length[row] = self.pending[row] = self.room[row] = 0
+        self.computed[row] = self.most_computed[row] = 0
         self.epoch[row] += 1
         self.num_running -= 1
         sequence.row = -1

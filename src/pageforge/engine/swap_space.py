@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 from pageforge.memory import PageTable
@@ -56,9 +57,15 @@ class SwapSpace:
         """
         rows = [[range(len(content)) for content in swapped.contents]]
         (table,) = self._pool.restore(swapped.contents, rows, [0], swapped.num_tokens)
-        self.drop(swapped)
         return table
 
     def drop(self, swapped: Swapped) -> None:
         """Its room is free again."""
         self.num_bytes -= swapped.num_bytes
+
+    def finish_copies(self) -> None:
+        """Wait until all copies from and to the host are done."""
+        for name in {group.shape.device for group in self._pool.geometry.groups}:
+            device = torch.device(name)
+            if device.type == "cuda":
+                torch.cuda.synchronize(device)
