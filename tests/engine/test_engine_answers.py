@@ -407,6 +407,22 @@ def test_streams_and_answers_for_asyncio() -> None:
         assert not engine.has_unfinished
 
 
+def test_other_threads_get_their_turn_beside_one_that_makes_steps() -> None:
+    """Who has just had the lock would get it again and again."""
+    begun = threading.Event()
+    with engine_on("llama") as engine:
+
+        def read() -> None:
+            for _ in engine.stream(prompts(1)[0], greedy(max_tokens=60)):
+                begun.set()
+
+        reading = threading.Thread(target=read)
+        reading.start()
+        begun.wait()
+        assert engine.stats().num_steps < 30
+        reading.join()
+
+
 def test_a_stream_in_one_thread_and_answers_in_another() -> None:
     asked = prompts(9, seed=7)
     outputs: list[RequestOutput] = []

@@ -159,3 +159,14 @@ def test_tasks_that_wait_take_no_threads() -> None:
     with engine_on("llama") as engine:
         for tokens in asyncio.run(all_of_it(engine)):
             check("llama", PROMPT, 150, tokens)
+
+
+def test_who_sleeps_does_not_wait_for_itself() -> None:
+    with engine_on("llama") as engine:
+        chunks = engine.stream(PROMPT, LONG)
+        next(chunks)
+        engine.sleep()
+        with pytest.raises(PageForgeError, match="got it asleep; call wake"):
+            list(chunks)
+        engine.wake()
+        assert generated(engine)

@@ -68,6 +68,19 @@ def test_a_model_that_trains_between_rollouts_answers_without_dropout() -> None:
         name = engine.add_request([5, 6, 7, 8], params)
         engine.step()
         assert not model.training
+        engine.sleep()  # with a request that waits
+        assert model.training
+        engine.weights_changed()
+        engine.wake()
+        outputs = engine.generate([[5, 6, 7, 8]], params)
+        outputs += [output for _ in range(30) for output in engine.step()]
+        assert [output.token_ids for output in outputs] == [want, want]
+        name = engine.add_request([5, 6, 7, 8], params)
+        engine.step()
+        model.train()
+        engine.weights_changed()
+        engine.step()
+        assert not model.training
         engine.abort(name)
         assert model.training
     assert model.training

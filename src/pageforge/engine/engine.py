@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import itertools
 import threading
+import time
 from collections import deque
 from collections.abc import AsyncIterator, Iterable, Iterator
 from collections.abc import Sequence as SequenceOf
@@ -44,6 +45,12 @@ BATCH_TOKENS = {"cuda": 8192, "cpu": 512}
 LOOKED_AFTER = 16
 """Steps after which the model is looked at again while requests run: with GPT-2 that takes the host
 0.1 ms, a quarter of what it has to do for a step."""
+
+LONG_AGO = -LOOKED_AFTER
+
+TURN_SECONDS = 1e-4
+"""What a thread that wants to make the next step leaves others to take their turns: they have to
+wake up first, and Python's locks serve whoever comes."""
 
 HOST = torch.device("cpu")
 
@@ -107,6 +114,7 @@ class Engine:
         self._seeds = np.random.default_rng(seed)
         self._lock = threading.Lock()
         self._owner = 0  # the thread that holds the lock
+        self._in_line: set[int] = set()  # those that wait for it
         self._abandoned: deque[Request] = deque()
         self._live = LiveRequests()
         device = model.device.type
@@ -155,8 +163,9 @@ class Engine:
             self._restore = undo.pop_all()
         self._prefix_cache = prefix_cache
         self._counter = itertools.count()
-        self._looked_at = 0  # the number of steps when the model was last looked at
+        self._looked_at = LONG_AGO  # the number of steps when the model was last looked at
         self._is_asleep = False
+        self._sleeper = 0  # the thread that called `sleep`
         self._is_closed = False
         self._news: Future[None] = Future()  # for those whom `sleep` makes wait
 
@@ -326,19 +335,22 @@ class Engine:
         """Give all K/V memory back; requests that run wait, and are computed again after `wake`.
 
         Between rollouts, say, so that training has the memory. Swapped pages stay on the host.
-        Until then calls that wait for an answer, or for a stream's next chunk, wait on; whatever
-        would begin a request and wait for it raises PageForgeError, and so does `step`.
+        Until then other threads' calls that wait for an answer, or for a stream's next chunk, wait
+        on; whatever would begin a request and wait for it raises PageForgeError, as `step` does.
         """
         with self._turn():
             self._core.give_up_pages()
             self._pool.drop_prefix_cache()
             self._pool.trim()
+            self._mode.end()
             self._is_asleep = True
+            self._sleeper = threading.get_ident()
 
     def wake(self) -> None:
         """Go on after `sleep`."""
         with self._turn():
             self._is_asleep = False
+            self._looked_at = LONG_AGO
             self._tell()
 
     def weights_changed(self) -> None:
@@ -351,6 +363,7 @@ class Engine:
             self._core.give_up_pages(swap=False)
             self._pool.drop_prefix_cache()
             self._core.runner.forget_graphs()
+            self._looked_at = LONG_AGO
 
     def close(self) -> None:
         """Abort all requests, leave the model as it was and give all memory back."""
@@ -465,6 +478,8 @@ class Engine:
     def _wait(self, request: Request) -> None:
         """Advance until there may be something for `request`."""
         while (news := self._advance(request)) is not None:
+            if threading.get_ident() == self._sleeper:
+                self._check_awake()  # it would wait for itself
             news.result()
 
     async def _wait_async(self, request: Request) -> None:
@@ -478,6 +493,8 @@ class Engine:
 
         Asleep, it makes none; when what it returns is done, it is worth trying again.
         """
+        if self._in_line:
+            time.sleep(TURN_SECONDS)
         with self._turn():
             if request.output is None and not request.chunks:
                 if self._is_asleep:
@@ -555,7 +572,9 @@ class Engine:
                 "the tokenizer in the middle of another; make it when that is over"
             )
         try:
+            self._in_line.add(me)
             with self._lock, held_back():
+                self._in_line.discard(me)
                 self._owner = me
                 try:
                     self._abort_abandoned()
@@ -569,6 +588,7 @@ class Engine:
                         self._mode.end()
                     self._owner = 0
         finally:
+            self._in_line.discard(me)  # interrupted there, perhaps
             self._abandon()  # those that were left meanwhile
 
     def _check_open(self) -> None:
