@@ -61,11 +61,8 @@ def test_nothing_is_drawn_of_nothing(question: str) -> None:
     assert not any(figure.panels or figure.failures for figure in drawn(question, []).values())
 
 
-COMMITTED = [
-    path
-    for path in RESULTS.rglob("*.jsonl")
-    if '"kind": "run"' in path.read_text().partition("\n")[0]
-]
+COMMITTED = sorted((RESULTS / "current").rglob("*.jsonl"))
+"""Whole sets: what else is there may be a part of a question that has tables alone."""
 
 
 @pytest.mark.parametrize("path", COMMITTED, ids=lambda path: f"{path.parent.name}/{path.name}")
