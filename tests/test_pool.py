@@ -781,6 +781,21 @@ def test_pages_ahead_are_claimed_where_that_is_easy_alone(short: str, driver: Fa
     pool.check_invariants([table])
 
 
+def test_memory_ahead_follows_what_rows_really_fill(driver: FakeDriver) -> None:
+    """Not what they share, nor what left a window: a group with one does not grow."""
+    pool = PagePool(two_groups(), max_pages=4000)
+    batch = SequenceBatch(pool, [0])
+    batch.append(8 * 1000)
+    batch.slide()
+    batch.select([0] * 32)
+    before = [group.bytes_mapped - group.bytes_in_use for group in pool.stats().groups]
+    batch.claim_ahead()
+    pool._ahead.wait()
+    for group, spare, stats in zip(pool.geometry.groups, before, pool.stats().groups, strict=True):
+        part = 0 if group.shape.window else stats.bytes_in_use // 32  # and as much of a chunk
+        assert stats.bytes_mapped - stats.bytes_in_use <= max(spare, 2 * part) + 3 * G
+
+
 def test_another_thread_maps_memory_ahead(
     driver: FakeDriver, monkeypatch: pytest.MonkeyPatch
 ) -> None:

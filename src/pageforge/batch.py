@@ -19,10 +19,6 @@ from pageforge.pool import PagePool
 
 UP_TO_DATE = sys.maxsize
 
-MAPPED_PART = 32
-"""Of so many pages that rows fill, memory for one is mapped before it is needed: the thread that
-maps gets to run while others wait for the device, and may need a few steps for a piece."""
-
 
 class SequenceBatch:
     """The page tables of a batch's rows, all of one length, and their copies on the device.
@@ -101,8 +97,7 @@ class SequenceBatch:
         if num_pages * size > self._ahead.length:
             self.pool.claim_ahead(self._ahead, num_pages)
         next_claim = max(0, num_rows * (self.length % size) // (size - 1) - num_pages)
-        lead = 1 + num_rows * (self.length // size) // MAPPED_PART
-        self.pool.map_ahead(next_claim + lead)
+        self.pool.map_ahead(next_claim + 1, and_a_part=True)
         for mirror in self._mirrors:  # streams are ordered now, and not when the step begins
             self.pool.use_stream(mirror.device)
 

@@ -50,6 +50,10 @@ from pageforge.store.base import GRANULE
 WATERMARK = 32 << 20
 """Bytes of wholly free chunks that stay mapped, so that a pool in use does not thrash."""
 
+MAPPED_PART = 32
+"""Of so many pages in use that a batch adds to, memory for one is mapped before it is needed: the
+thread that maps runs while others wait for the device, and may need a few steps for a piece."""
+
 RESERVE_FRACTION = 0.1
 """Of the free memory, what a pool without an explicit cap leaves to others (activations, say)."""
 
@@ -211,6 +215,7 @@ class PagePool:
         for group in self._groups:
             self.use_stream(group.device)  # which may be zeroing page 0
         self._bytes_per_page = total_bytes_per_page(geometry.groups)  # of a page in each group
+        self._mapping = [i for i, group in enumerate(self._groups) if group.store.maps]
         self._layers = {
             layer: (index, *views)
             for index, group in enumerate(self._groups)
@@ -289,29 +294,35 @@ class PagePool:
             self._prepare(supplies)
             append_all([ahead], num_tokens, needed)
 
-    def map_ahead(self, num_pages: int) -> None:
+    def map_ahead(self, num_pages: int, *, and_a_part: bool = False) -> None:
         """Have memory mapped for the next `num_pages` pages of each group, by another thread.
 
-        Returns at once. Does nothing where there is memory for as many, or where the budget or the
-        pool ends; whoever needs pages in earnest finds out, and gives way or takes from others.
+        `and_a_part`: and for a MAPPED_PART-th of those in use, in groups that grow. Returns at
+        once. Does nothing where there is memory for as many, or where the budget or the pool ends;
+        whoever needs pages in earnest finds out, and gives way or takes from others.
         """
-        if not any(
-            group.store.maps and self._num_ready(index) < min(num_pages, group.allocator.num_free)
-            for index, group in enumerate(self._groups)
-        ):
+        wanted = [self._num_wanted(index, num_pages, and_a_part) for index in self._mapping]
+        if all(self._num_ready(i) >= n for i, n in zip(self._mapping, wanted, strict=True)):
             return
         with self._exclusive():
             spare = [group.allocator.num_open_free for group in self._groups]
-            for index, group in enumerate(self._groups):
-                if not group.store.maps:
-                    continue
+            for index, count in zip(self._mapping, wanted, strict=True):
+                group = self._groups[index]
                 allocator = group.allocator
-                for chunk in allocator.plan(min(num_pages, allocator.num_free)).chunks:
+                for chunk in allocator.plan(min(count, allocator.num_free)).chunks:
                     spare[index] += len(allocator.chunk_pages(chunk))
                     if self._bytes_open(spare) > self._budget:
                         return
                     if (index, chunk) not in self._retired:
                         self._ahead.begin((index, chunk), group.store, group.chunk_bytes(chunk))
+
+    def _num_wanted(self, group: int, num_pages: int, and_a_part: bool) -> int:
+        """Pages of `map_ahead`, of those that there are."""
+        allocator = self._groups[group].allocator
+        # What a window leaves comes back for what it reaches.
+        if and_a_part and self.geometry.groups[group].shape.window is None:
+            num_pages += allocator.num_used // MAPPED_PART
+        return min(num_pages, allocator.num_free)
 
     def _num_ready(self, group: int) -> int:
         """Free pages with memory behind them, or with some on its way."""

@@ -45,6 +45,7 @@ from pageforge import (
     ops,
 )
 from pageforge.geometry import ceil_div
+from pageforge.hf.new_tokens import NewTokens
 from pageforge.pool import ROLLBACK
 from pageforge.probe import cache_argument
 
@@ -1252,6 +1253,27 @@ def test_a_forward_that_broke_off(first: bool, caches: Make) -> None:
             fork.crop(-(fork.get_seq_length() - before))
             update_paged(fork, both.oracle.copy(), 5)
         fork.free()
+
+
+@pytest.mark.parametrize("before", [0, 10])
+@pytest.mark.parametrize("count", [1, 4, 6])
+def test_a_forward_that_broke_off_in_its_first_layer(
+    before: int, count: int, caches: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its dense K and V found no memory, say: no layer has a token of it, and any other may come."""
+    both = caches("gemma3")
+    if before:
+        both.update(before)
+
+    def fail(tokens: NewTokens) -> None:
+        raise torch.OutOfMemoryError("by the test")
+
+    with monkeypatch.context() as patch, pytest.raises(torch.OutOfMemoryError):
+        patch.setattr(NewTokens, "write_and_gather", fail)
+        both.paged.update(*both.oracle.copy().new_tokens(0, 4), 0)
+    assert both.paged.get_seq_length() == before
+    both.update(count)
+    both.check()
 
 
 def test_crop_that_leaves_a_broken_forward_standing(caches: Make) -> None:

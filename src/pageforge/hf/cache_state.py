@@ -411,6 +411,9 @@ class CacheState:
         """Claim pages if `length`, of `layer` after its update, is more than the rows have."""
         assert self.batch is not None
         attended_length, self.attended_length = self.attended_length, None  # unless it fails
+        known = max(self.lengths.values(), default=0)
+        if known < self.batch.length:  # a forward whose first layer found no memory
+            self.batch.crop(known)
         longest = self.batch.length
         behind = {layer: stored for layer, stored in self.lengths.items() if stored < longest}
         if length < longest:  # others went on, perhaps long since

@@ -208,15 +208,16 @@ class DecodeStep:
             return HOLES
         if any(padding) and call.positions is None:
             return UNPLACED
+        self._batch = lambda: None  # should this be interrupted, all is loaded anew
         self._padding = padding if any(padding) else None
         self._inputs.load(batch, length, self._padding)
-        self._batch = weakref.ref(batch)
         self._rows = len(batch)
         with torch.inference_mode(False):  # else they could only be written to in that mode
             self._tokens = self._inputs.tokens[: len(batch)]
             self._positions = self._inputs.positions[..., : len(batch), :]
         self._length = length
         self._changes = batch.num_changes
+        self._batch = weakref.ref(batch)
         return None
 
     def _compare(self, mask: Tensor | None, rows: int, length: int) -> Callable[[], bool]:

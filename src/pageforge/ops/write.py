@@ -35,7 +35,8 @@ def write_kv(
     who has made sure of it all and needs no gradient, it may write anywhere.
     """
     arguments = key, value, key_pages, value_pages, slot_mapping
-    if check or type(key) is not Tensor or torch.compiler.is_compiling():
+    is_plain = type(key) is type(value) is Tensor
+    if check or not is_plain or torch.compiler.is_compiling():
         _check(*arguments)
         _write_kv(*arguments)
     else:  # without torch's dispatcher, which takes the host longer than the launch
