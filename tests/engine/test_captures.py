@@ -130,6 +130,9 @@ def test_changes_are_seen_while_requests_run(captures: None) -> None:
         stats = engine.stats()
         assert stats.num_replays == replays and sum(stats.eager_steps.values()) >= 1
         hook.remove()
+        for _ in range(LOOKED_AFTER + 2):
+            engine.step()
+        assert engine.stats().num_replays > replays
         for name in ("beside", "comes"):
             engine.abort(name)
         assert len(engine.step()) == 2
@@ -153,7 +156,7 @@ def test_where_memory_lacked_a_capture_is_tried_again(
         engine.generate(prompts(1), SamplingParams(max_tokens=PAUSE + 20, temperature=0))
         stats = engine.stats()
         assert not lacking and stats.num_replays >= 10
-        assert stats.eager_steps == {NO_MEMORY: PAUSE}
+        assert PAUSE - 2 <= stats.eager_steps[NO_MEMORY] <= PAUSE
 
 
 def test_a_changed_model_is_captured_anew(captures: None) -> None:

@@ -585,6 +585,7 @@ def test_memory_of_swapped_pages_that_nobody_needs_is_freed() -> None:
     alone.core.give_up_pages()
     assert all(sequence.swapped is not None for sequence in sequences)
     alone.core.abort(sequences[2])
+    alone.core.let_go()
     assert not alone.core._kept
     alone.core._limits = Limits(1, 64, P)
     alone.core.step()

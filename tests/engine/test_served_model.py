@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import copy
+import gc
+import pickle
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -86,9 +90,53 @@ def test_a_model_that_trains_between_rollouts_answers_without_dropout() -> None:
     assert model.training
 
 
-def test_a_copy_of_a_served_model_is_not_served() -> None:
+def test_the_mode_is_the_users_own_between_calls() -> None:
+    """However the last request ended, also where an engine is dropped, and while one sleeps."""
+    model = make(CONFIGS["llama"](), "sdpa").train()
+    params = SamplingParams(max_tokens=20, temperature=0)
+    engine = Engine(model, page_size=8, max_pages=100)
+    chunks = engine.stream([5, 6, 7], params)
+    next(chunks)
+    assert not model.training
+    chunks.close()
+    assert model.training
+    engine.sleep()
+    engine.add_request([5, 6, 7], params)
+    assert model.training
+    engine.wake()
+    engine.step()
+    assert not model.training
+    model.train()  # between two steps
+    engine.step()
+    assert not model.training
+    del engine, chunks
+    gc.collect()
+    assert all(module.training for module in model.modules())
+    Engine(model, page_size=8, max_pages=100).close()
+
+
+def test_an_interrupt_where_the_mode_ends_leaves_an_engine_that_works(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    model = make(CONFIGS["llama"](), "sdpa").train()
+    params = SamplingParams(max_tokens=2, temperature=0)
+    with Engine(model, page_size=8, max_pages=100) as engine:
+
+        def interrupted(mode: EvaluationMode) -> None:
+            monkeypatch.undo()
+            raise KeyboardInterrupt
+
+        monkeypatch.setattr(EvaluationMode, "end", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            engine.stats()
+        assert len(engine.generate([[5, 6]], params)[0].token_ids) == 2
+        assert model.training
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda it: pickle.loads(pickle.dumps(it))])
+def test_a_copy_of_a_served_model_is_not_served(copied: Callable[[Any], Any]) -> None:
     with engine_on("llama") as engine:
-        model = copy.deepcopy(engine._model)
+        model = copied(engine._model)
         with Engine(model, page_size=8, max_pages=40) as other:
             assert other.generate([[5, 6]], SamplingParams(max_tokens=1))
 

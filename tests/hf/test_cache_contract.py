@@ -1260,7 +1260,7 @@ def test_a_forward_that_broke_off(first: bool, caches: Make) -> None:
 def test_a_forward_that_broke_off_in_its_first_layer(
     before: int, count: int, caches: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its dense K and V found no memory, say: no layer has a token of it, and any other may come."""
+    """Its dense K and V found no memory, say: no layer has a token of it; any other may come."""
     both = caches("gemma3")
     if before:
         both.update(before)

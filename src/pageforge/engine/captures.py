@@ -61,6 +61,7 @@ class Captures:
         self._compile = compile
         self._allow_hooks = allow_hooks
         self._graphs: dict[StepShape, CapturedStep | str] = {}
+        self._hooks: set[str] = set()  # reasons why there are none
         self._times: Counter[StepShape] = Counter()
         self._memory: GraphMemory | None = None
         self._state: ModelState | None = None
@@ -80,6 +81,14 @@ class Captures:
         if (change := self.change()) is not None:
             logger.info("engine: %s; steps are captured anew", change)
             self.forget()
+
+    def look_for_hooks(self) -> None:
+        """Where hooks are gone, steps that ran eagerly for them are captured."""
+        if self._hooks and hooks_on(self._model) is None:
+            self._graphs = {
+                shape: graph for shape, graph in self._graphs.items() if graph not in self._hooks
+            }
+            self._hooks.clear()
 
     def forget(self) -> None:
         """Drop captured steps, and what they hold of the model."""
@@ -102,8 +111,10 @@ class Captures:
             if not self.eager_steps[graph]:
                 logger.warning("engine: steps run eagerly: %s", graph)
             self.eager_steps[graph] += 1
-            if graph == NO_MEMORY and self.eager_steps[graph] % PAUSE == 0:
-                del self._graphs[shape]
+            if graph == NO_MEMORY:
+                self._times[shape] += 1
+                if self._times[shape] % PAUSE == 0:
+                    del self._graphs[shape]
             return None
         return graph
 
@@ -114,6 +125,7 @@ class Captures:
         what a run counts up is set back.
         """
         if not self._allow_hooks and (reason := hooks_on(self._model)) is not None:
+            self._hooks.add(reason)
             return reason
         last_tokens = self._device_rows.last_tokens
         if not any(isinstance(graph, CapturedStep) for graph in self._graphs.values()):

@@ -100,7 +100,6 @@ class Core:
         with self._tearing():
             self._take_arrived()
             self.finish(sequence, "abort")
-            self._let_go()
 
     def finish(self, sequence: Sequence, reason: FinishReason, cause: Any = None) -> None:
         """End a sequence in whatever state it is; its pages are free at once.
@@ -332,7 +331,7 @@ class Core:
             self._note(flight)
             self._take_arrived()
             self._host_tokens.take_back(flight)
-        self._let_go()
+        self.let_go()
 
     def _wait_for(self, flight: Flight) -> None:
         """Have what a step gives on the host. An interrupt while it waits loses nothing."""
@@ -353,8 +352,7 @@ class Core:
         is_first = lengths == self.rows.prompt[rows]
         matters = stops | is_first | is_last | self.rows.is_watched[rows]
         others = np.flatnonzero(~is_current).tolist()  # moved to another row, or lost their own
-        places = np.flatnonzero(is_current)[matters].tolist() + others
-        arrived = [(flight, place) for place in places]
+        arrived = [(flight, place) for place in np.flatnonzero(is_current)[matters].tolist()]
         ending: list[Ending] = [(sequence, "length", None) for sequence in flight.scored]
         for place in others:
             self._catch_up(flight, place)
@@ -374,6 +372,7 @@ class Core:
         row, tokens = sequence.row, sequence.tokens
         if row < 0 and token != NO_TOKEN:
             tokens = np.append(tokens, np.int32(token))
+        arrived = ((flight, place),)
         # An interrupt comes no sooner than behind the call of `add`.
         if row >= 0:
             self.rows.tokens[row, self.rows.length[row]] = token
@@ -382,6 +381,7 @@ class Core:
         else:
             sequence.num_pending -= 1
             sequence.tokens = tokens
+        self._arrived += arrived
         flight.caught_up.add(place)
 
     def _take_arrived(self) -> None:
@@ -452,7 +452,7 @@ class Core:
                 self.preempt(sequence, swap=swap)
             for sequence in self._rowless():
                 self._drop(sequence, keep_swapped=swap)
-            self._let_go()
+            self.let_go()
 
     def _compact(self) -> None:
         """Move the last rows to free ones before them, where steps get smaller by it."""
@@ -500,8 +500,8 @@ class Core:
         self.swap.drop(sequence.swapped)
         sequence.swapped = None
 
-    def _let_go(self) -> None:
-        """Free the swapped pages that no flight will take along."""
+    def let_go(self) -> None:
+        """Free the swapped pages that no flight will take along; waits until they were copied."""
         if self._kept and not self._flights:
             self.swap.finish_copies()
             self._kept.clear()

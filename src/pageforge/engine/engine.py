@@ -30,7 +30,7 @@ from pageforge.engine.runner import Runner
 from pageforge.engine.sampler import Sampler
 from pageforge.engine.scheduler import Limits
 from pageforge.engine.sequence import Sequence
-from pageforge.engine.served_model import EvaluationMode, served
+from pageforge.engine.served_model import evaluation_mode, served
 from pageforge.engine.stats import EngineStats
 from pageforge.errors import PageForgeError, RequestError, expected
 from pageforge.interrupts import held_back
@@ -137,8 +137,7 @@ class Engine:
                 allow_hooks=allow_hooks,
             )
             undo.callback(runner.forget_graphs)
-            self._mode = EvaluationMode(model)
-            undo.callback(self._mode.end)
+            self._mode = undo.enter_context(evaluation_mode(model))
             self._mode.begin()
             with torch.no_grad():
                 vocab_size = try_model(model, self._pool, runner, row_tokens)
@@ -277,6 +276,7 @@ class Engine:
 
     def step(self) -> list[RequestOutput]:
         """Run one step for all, and return the requests of `add_request` that have ended."""
+        self._let_others_in()
         with self._turn(awake=True):
             self._step()
         finished: list[RequestOutput] = []
@@ -290,6 +290,7 @@ class Engine:
         with self._turn(even_closed=True):
             request = self._live.by_id.get(request_id)
             is_aborted = request is not None and self._abort(request)
+            self._core.let_go()
             self._tell()
             return is_aborted
 
@@ -376,8 +377,10 @@ class Engine:
                     self._abort(request)
                 self._core.settle()
             finally:
-                self._restore.close()
-                self._tell()
+                try:
+                    self._restore.close()
+                finally:
+                    self._tell()
 
     def __enter__(self) -> Engine:
         return self
@@ -405,7 +408,7 @@ class Engine:
             raise RequestError(
                 expected("request_id", "one that is not in use", request_id, "choose another")
             )
-        if not live or self._core.num_steps != self._looked_at:
+        if not self._is_asleep and (not live or self._core.num_steps != self._looked_at):
             self._look_at_model()
         stop_ids = self._inputs.stop_ids(params)
         seed = params.seed
@@ -493,14 +496,17 @@ class Engine:
 
         Asleep, it makes none; when what it returns is done, it is worth trying again.
         """
-        if self._in_line:
-            time.sleep(TURN_SECONDS)
+        self._let_others_in()
         with self._turn():
             if request.output is None and not request.chunks:
                 if self._is_asleep:
                     return self._news
                 self._step()
         return None
+
+    def _let_others_in(self) -> None:
+        if self._in_line:
+            time.sleep(TURN_SECONDS)
 
     def _tell(self) -> None:
         """Let those go on that wait, though it is asleep, and see whether they can."""
@@ -511,7 +517,8 @@ class Engine:
         with torch.no_grad(), torch.cuda.device_of(self._core.runner.last_tokens):
             # Others' steps may run on another stream, and still read what this one writes.
             self._pool.use_stream(self._core.runner.last_tokens.device)
-            if self._core.num_steps >= self._looked_at + LOOKED_AFTER:
+            due = self._core.num_steps >= self._looked_at + LOOKED_AFTER
+            if due or self._model.training:
                 self._look_at_model()
             self._core.step()
 
@@ -526,6 +533,7 @@ class Engine:
         if not self._live.by_id or runner.change() is not None:
             self._core.settle()
             runner.refresh()
+        runner.look_for_hooks()
         self._looked_at = self._core.num_steps
 
     def _abort(self, request: Request) -> bool:
@@ -551,8 +559,10 @@ class Engine:
                     self._owner = threading.get_ident()
                     self._abort_abandoned()
                 finally:
-                    self._owner = 0
-                    self._lock.release()
+                    try:
+                        self._end_turn()
+                    finally:
+                        self._lock.release()
 
     def _abort_abandoned(self) -> None:
         while self._abandoned:
@@ -584,12 +594,17 @@ class Engine:
                         self._check_awake()
                     yield
                 finally:
-                    if not self._live.by_id:
-                        self._mode.end()
-                    self._owner = 0
+                    self._end_turn()
         finally:
             self._in_line.discard(me)  # interrupted there, perhaps
             self._abandon()  # those that were left meanwhile
+
+    def _end_turn(self) -> None:
+        try:
+            if not self._live.by_id:
+                self._mode.end()
+        finally:
+            self._owner = 0
 
     def _check_open(self) -> None:
         if self._is_closed:

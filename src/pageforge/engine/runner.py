@@ -230,6 +230,10 @@ class Runner:
         """What is different of the model since steps were captured, in words; None: nothing."""
         return self._captures.change()
 
+    def look_for_hooks(self) -> None:
+        """Where hooks are gone, steps that ran eagerly for them are captured."""
+        self._captures.look_for_hooks()
+
     def refresh(self) -> None:
         """Drop captured steps if the model is not what it was when they were captured."""
         self._captures.refresh()
