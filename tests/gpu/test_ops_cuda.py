@@ -9,6 +9,7 @@ from collections.abc import Iterator
 
 import pytest
 import torch
+from tests.gpu.capture import captured
 from tests.ops.cache_cases import (
     LAYOUTS,
     SHAPES,
@@ -240,14 +241,7 @@ def test_a_graph() -> None:
         return gather(pages.key, pages.value, table)
 
     args = (ops.write_kv, ops.gather_kv, ops.copy_pages)
-    side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        step(*args, pages)
-    torch.cuda.current_stream().wait_stream(side)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        got = step(*args, pages)
+    graph, got = captured(lambda: step(*args, pages))
     for _ in range(5):
         key.normal_()
         value.normal_()
@@ -275,14 +269,7 @@ def test_write_and_gather_in_a_graph() -> None:
         layers = [both(*states, pages.key, pages.value) for _ in range(2)]
         return [dense for layer in layers for dense in layer]
 
-    side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        step()
-    torch.cuda.current_stream().wait_stream(side)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        got = step()
+    graph, got = captured(step)
     for _ in range(3):
         for part in states:
             part.normal_()

@@ -16,6 +16,7 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 import torch
+from tests.gpu.capture import captured
 from tests.store.pool_model import STEPS, PoolModel, random_steps, two_groups
 from tests.test_pool_memory import MIB, assert_sizes, gpt2_pool, grow_and_release
 from torch import Tensor
@@ -450,14 +451,7 @@ def test_a_graph_captured_before_growth_replays_after_it() -> None:
         value.fill_(-number)
 
     set_inputs(17, 1)
-    side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        step()
-    torch.cuda.current_stream().wait_stream(side)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        dense_key, dense_value = step()
+    graph, (dense_key, dense_value) = captured(step)
 
     for pages in (2, 2000):
         if pages > 2:

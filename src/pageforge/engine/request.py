@@ -119,7 +119,7 @@ class Request:
 
         Interrupted in the tokenizer, it has not taken the token.
         """
-        branch = self._branch(sequence)
+        branch = self._branches[sequence]
         text, stop, is_kept = "", None, True
         if branch.detokenizer is not None:
             text = branch.detokenizer.push([token])
@@ -142,7 +142,7 @@ class Request:
 
         Interrupted in the tokenizer, it has not ended.
         """
-        branch = self._branch(sequence)
+        branch = self._branches[sequence]
         if branch.completion is None:
             self._complete(sequence, branch, reason, cause)
         if self._num_open == 0 and self.output is None:
@@ -192,9 +192,6 @@ class Request:
         if self._tokenizer is None or not (self.streams or self.params.stop):
             return None
         return Detokenizer(self._tokenizer, stop=tuple(self.params.stop))
-
-    def _branch(self, sequence: Sequence) -> _Branch:
-        return self._branches[sequence]
 
     def _show(self, branch: _Branch, text: str, tokens: list[int]) -> None:
         chunk = self._chunk(branch, text, tokens)

@@ -134,6 +134,13 @@ class NewTokens:
             out = self._decode(query, steps, scale, softcap, sinks)
             state.pending = None
             return out
+        if is_pending:  # on the CPU
+            decode = step.dense_decode(self.key_pages, self.value_pages, window, padding)
+            new = query.squeeze(2), self.key.squeeze(2), self.value.squeeze(2)
+            scores = ops.Scores(scale, softcap, sinks)
+            out = decode(*new, self.key_pages, self.value_pages, scores)
+            state.pending = None
+            return out.unsqueeze(1)
         plan = None if steps is None else steps.plan
         options: dict[str, Any] = {
             "scale": scale,
@@ -143,13 +150,6 @@ class NewTokens:
             "starts": step.starts(padding) if plan is None else plan.starts,
             "plan": plan,
         }
-        if is_pending:  # on the CPU
-            decode = step.dense_decode(self.key_pages, self.value_pages, window, padding)
-            new = query.squeeze(2), self.key.squeeze(2), self.value.squeeze(2)
-            scores = ops.Scores(scale, softcap, sinks)
-            out = decode(*new, self.key_pages, self.value_pages, scores)
-            state.pending = None
-            return out.unsqueeze(1)
         out = ops.attend(
             dense_last(_by_token(query)),
             self.key_pages,
