@@ -149,7 +149,8 @@ def test_memory_comes_a_little_at_each_token() -> None:
         for _ in range(120):
             model(token, **{name: cache})
             stats = pool.stats()
-            assert stats.bytes_mapped <= stats.bytes_in_use * 33 / 32 + 2 * GRANULE
+            # A 32nd, what the next step claims, and what is begun of a granule of each.
+            assert stats.bytes_mapped <= stats.bytes_in_use * 33 / 32 + 3 * GRANULE
             mapped.append(stats.bytes_mapped)
         assert decode.num_replays == 119
         # What comes in a step, but for the first, which claims the share of all tokens before.

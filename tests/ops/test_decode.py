@@ -329,10 +329,15 @@ def test_a_new_token_of_another_dtype_is_cast(of_pages: torch.dtype) -> None:
     step.check(*got)
 
 
-def test_offsets_need_64_bits() -> None:
-    """Page ids, and heads of a query, times their strides. (Memory that is not touched is free.)"""
+@pytest.mark.parametrize("units", [1 << 32, 0], ids=["narrow", "wide"])
+@pytest.mark.parametrize("page", [2**15, 2**15 + 1])
+def test_offsets_need_64_bits(page: int, units: int, monkeypatch: Any) -> None:
+    """Page ids, and heads of a query, times their strides. (Memory that is not touched is free.)
+
+    With pages of an odd size an offset is as many units, which takes all bits of an unsigned int32.
+    """
+    monkeypatch.setattr(decode, "UNITS", units)
     step = make_step([9, 3], heads=(2, 1), dims=(16, 16), page_size=8, dtype=FP16)
-    page = 2**15
     far = torch.empty(2**16 + 2, page, dtype=FP16)
     ids = {int(old): 2**16 - 1 + at for at, old in enumerate(step.page_table.unique()[1:])}
     elements = step.store.shape[1]

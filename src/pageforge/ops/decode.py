@@ -9,6 +9,7 @@ kernel where that is much.
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -30,6 +31,10 @@ MERGED_BYTES = 16 << 10
 
 REGISTERS, MAX_REGISTERS = 65536, 255
 """Of a multiprocessor, and the most that a thread can have, of any architecture."""
+
+UNITS = 1 << 32
+"""As many as an unsigned int32 counts. With one for each row of a head they are 256 GiB or more
+where a row has 64 bytes or more."""
 
 MERGED_AT_ONCE = 2048
 """Elements of pieces that a merging program holds: 16 registers a thread of four warps."""
@@ -145,6 +150,7 @@ class DecodeLaunch:
             cu_query_lens is None,
             lse is None,
             self._misaligned,
+            _is_narrow(key_pages) and _is_narrow(value_pages),
             batch_invariant,
             merges_inside,
         )
@@ -226,6 +232,11 @@ def _layout(
     return query.shape, query.stride(), query.dtype, new, None if sinks is None else sinks.dtype
 
 
+def _is_narrow(pages: Tensor) -> bool:
+    """Whether an unsigned int32 counts `pages` in the units that all offsets of rows divide by."""
+    return len(pages) * pages.stride(0) // math.gcd(pages.stride(0), pages.shape[3]) <= UNITS
+
+
 def _num_programs(dim: int, pages: Tensor) -> int:
     """How many programs the device holds at a time."""
     tiling = tiling_for(dim, pages.dtype, pages.device)
@@ -239,7 +250,7 @@ def _constants_for(
     """The decode kernel's constants and options, which follow from the variant."""
     (num_heads, key_dim), (query_row, query_head), _, dtype = variant[:4]
     (num_kv_heads, page_size, _), key_page, value_page, value_dim, no_cap, new = variant[4:10]
-    batch_invariant, merges_inside = variant[-2:]
+    is_narrow, batch_invariant, merges_inside = variant[-3:]
     new_key_row, new_key_head, new_value_row, new_value_head = new[:4] if new else (0, 0, 0, 0)
     group = num_heads // num_kv_heads
     tiling = tiling_for(max(key_dim, value_dim), dtype, device)
@@ -252,6 +263,9 @@ def _constants_for(
         "QUERY_HEAD": query_head,
         "KEY_PAGE": key_page,
         "VALUE_PAGE": value_page,
+        "KEY_UNIT": math.gcd(key_page, key_dim),
+        "VALUE_UNIT": math.gcd(value_page, value_dim),
+        "NARROW": is_narrow,
         "NEW_KEY_ROW": new_key_row,
         "NEW_KEY_HEAD": new_key_head,
         "NEW_VALUE_ROW": new_value_row,
@@ -264,6 +278,7 @@ def _constants_for(
         "VALUE_DIM": value_dim,
         "VALUE_PAD": value_pad,
         "PAGE": page_size,
+        "PAGE_BITS": page_size.bit_length() - 1,
         "TILE": tiling.tokens,
         "HAS_CAP": not no_cap,
         "PRECISION": "ieee" if dtype == torch.float32 else "tf32",
@@ -278,7 +293,7 @@ def _constants_for(
     }
     options = {"num_warps": tiling.num_warps, "num_stages": tiling.num_stages} | chain
     registers = REGISTERS // (32 * tiling.num_warps * tiling.per_processor) // 8 * 8
-    if batch_invariant and registers < MAX_REGISTERS:
+    if registers < MAX_REGISTERS:
         options["maxnreg"] = registers  # a few more, and fewer programs fit than are launched
     return constants, options
 
@@ -330,6 +345,9 @@ def _decode_kernel(
     QUERY_HEAD: tl.constexpr,
     KEY_PAGE: tl.constexpr,
     VALUE_PAGE: tl.constexpr,
+    KEY_UNIT: tl.constexpr,
+    VALUE_UNIT: tl.constexpr,
+    NARROW: tl.constexpr,
     NEW_KEY_ROW: tl.constexpr,
     NEW_KEY_HEAD: tl.constexpr,
     NEW_VALUE_ROW: tl.constexpr,
@@ -342,6 +360,7 @@ def _decode_kernel(
     VALUE_DIM: tl.constexpr,
     VALUE_PAD: tl.constexpr,
     PAGE: tl.constexpr,
+    PAGE_BITS: tl.constexpr,
     TILE: tl.constexpr,
     HAS_CAP: tl.constexpr,
     PRECISION: tl.constexpr,
@@ -404,56 +423,56 @@ def _decode_kernel(
         if slopes_ptr is not None:
             slope = tl.load(slopes_ptr + head, mask=real_head, other=0.0).to(tl.float32) * LOG2E
             length = tl.load(lens_ptr + row)
-        # The online softmax: the largest score so far, the sum of weights, the weighted sum of V.
+        # The online softmax: the largest score so far, the sums of weights, the weighted sum of V.
+        # (Sums by place in the tile: they are added up once, for threads wait for each other then.)
         top = tl.full([GROUP_PAD], -float("inf"), tl.float32)
-        total = tl.zeros([GROUP_PAD], tl.float32)
+        sums = tl.zeros([GROUP_PAD, TILE], tl.float32)
         acc = tl.zeros([GROUP_PAD, VALUE_PAD], tl.float32)
         if INVARIANT:
             # The same of the pieces so far, where one run is all that the row has.
-            row_top, row_total, row_acc = top, total, acc
+            row_top, row_total, row_acc = top, tl.sum(sums, 1), acc
         key_base = key_ptr + kv_head * (PAGE * KEY_DIM)
         value_base = value_ptr + kv_head * (PAGE * VALUE_DIM)
+        # Beyond what is stored its last token is read again, which costs no bytes, and no mask for
+        # each copy: so what lies there (NaN, another's K/V, no memory at all) cannot matter.
+        last = stored - 1
         # The page ids of a tile are loaded one tile ahead. Loaded in the same turn as K and V they
         # would have to be there before the loads begin, and Triton would not overlap tiles at all.
-        token = begin + in_tile
-        page = tl.load(row_pages + token // PAGE, mask=token < stored, other=0).to(tl.int64)
+        read = tl.minimum(begin + in_tile, last)
+        page = tl.load(row_pages + (read >> PAGE_BITS), mask=read >= begin, other=0)
         for first in range(begin, stored, TILE):
             token = first + in_tile
-            # Beyond what is stored nothing is loaded, so that what lies there (NaN, another's K/V,
-            # no memory at all) cannot matter.
-            seen = token < stored
+            in_page = tl.minimum(token, last) & (PAGE - 1)
             key = tl.load(
-                key_base + (page * KEY_PAGE + (token % PAGE) * KEY_DIM)[:, None] + key_dim[None, :],
-                mask=seen[:, None] if KEY_DIM == KEY_PAD else seen[:, None] & key_real[None, :],
-                other=0.0,
+                (key_base + key_dim)[None, :]
+                + _row(page, in_page, KEY_PAGE, KEY_DIM, KEY_UNIT, NARROW)[:, None],
+                mask=None if KEY_DIM == KEY_PAD else key_real[None, :],
+                other=None if KEY_DIM == KEY_PAD else 0.0,
             )
             value = tl.load(
-                value_base
-                + (page * VALUE_PAGE + (token % PAGE) * VALUE_DIM)[:, None]
-                + value_dim[None, :],
-                mask=seen[:, None]
-                if VALUE_DIM == VALUE_PAD
-                else seen[:, None] & value_real[None, :],
-                other=0.0,
+                (value_base + value_dim)[None, :]
+                + _row(page, in_page, VALUE_PAGE, VALUE_DIM, VALUE_UNIT, NARROW)[:, None],
+                mask=None if VALUE_DIM == VALUE_PAD else value_real[None, :],
+                other=None if VALUE_DIM == VALUE_PAD else 0.0,
             )
-            ahead = token + TILE
-            page = tl.load(row_pages + ahead // PAGE, mask=ahead < stored, other=0).to(tl.int64)
+            read = tl.minimum(token + TILE, last)
+            page = tl.load(row_pages + (read >> PAGE_BITS))
             score = _score(
                 tl.dot(query, tl.trans(key), input_precision=PRECISION), scale, softcap, HAS_CAP
             )
             if slopes_ptr is not None:
                 score += slope[:, None] * (token - length + 1)[None, :]
-            score = tl.where(seen[None, :], score, -float("inf"))
+            score = tl.where((token < stored)[None, :], score, -float("inf"))
             new_top = tl.maximum(top, tl.max(score, 1))
             decay = tl.exp2(top - new_top)
             weight = tl.exp2(score - new_top[:, None])
-            total = total * decay + tl.sum(weight, 1)
+            sums = sums * decay[:, None] + weight
             acc = acc * decay[:, None]
             acc = tl.dot(weight.to(value.dtype), value, acc, input_precision=PRECISION)
             top = new_top
             if INVARIANT:  # noqa: SIM102  # decided when compiled, unlike the next
                 if ((first + TILE - begin) % size == 0) & (first + TILE < end):
-                    found, lse = _found(top, total, acc)
+                    found, lse = _found(top, tl.sum(sums, 1), acc)
                     if runs == 1:
                         row_top, row_total, row_acc = _add(row_top, row_total, row_acc, found, lse)
                     else:
@@ -470,8 +489,10 @@ def _decode_kernel(
                             VALUE_DIM,
                         )
                     top = tl.full([GROUP_PAD], -float("inf"), tl.float32)
-                    total = tl.zeros([GROUP_PAD], tl.float32)
+                    sums = tl.zeros([GROUP_PAD, TILE], tl.float32)
                     acc = tl.zeros([GROUP_PAD, VALUE_PAD], tl.float32)
+
+        total = tl.sum(sums, 1)
 
         if new_key_ptr is not None:  # noqa: SIM102  # decided when compiled, unlike the next
             if is_last & (end > begin):
@@ -569,6 +590,25 @@ def _decode_kernel(
             item = programs + tl.atomic_add(plan_ptr + 1, 1, sem="relaxed") % items
         else:
             item = items
+
+
+@jit()
+def _row(
+    page,
+    in_page,
+    PAGE_STRIDE: tl.constexpr,
+    DIM: tl.constexpr,
+    UNIT: tl.constexpr,
+    NARROW: tl.constexpr,
+):
+    """Where a token's row begins in a layer's pages, in elements.
+
+    It is counted in UNITs, in 32 bits where that is enough: an address takes half as many
+    instructions then, and addresses were a third of all that the kernel does.
+    """
+    page = page.to(tl.uint32 if NARROW else tl.int64)
+    units = page * (PAGE_STRIDE // UNIT) + in_page * (DIM // UNIT)
+    return units.to(tl.int64) * UNIT
 
 
 @jit()
