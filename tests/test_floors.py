@@ -28,6 +28,7 @@ FLOORS = {
     "probe.py": 3,
     "pool.py": 3,
     "batch.py": 4,
+    "compiling.py": 4,
     "graphs.py": 4,
     "model_state.py": 4,
     "hf/": 5,

@@ -211,7 +211,11 @@ class Compiled:
         self.graphs: list[torch.fx.GraphModule] = []
         self.shapes: set[StepShape] = set()
         torch._dynamo.reset()  # what another test has compiled would be at hand
-        monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend=self._make))
+        compile = functools.partial(torch.compile, backend=self._make)
+        # Inductor's options are its own.
+        monkeypatch.setattr(
+            torch, "compile", lambda forward, *, options, **more: compile(forward, **more)
+        )
         run_compiled = Forward.run_compiled
 
         def noted(forward: Forward, shape: StepShape, loaded: LoadedStep) -> Any:

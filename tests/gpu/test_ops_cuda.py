@@ -29,6 +29,7 @@ from tests.ops.test_write_and_gather import check as check_write_and_gather
 from pageforge import ops
 from pageforge.errors import PageForgeError, ShapeError
 from pageforge.ops import copy, reference, swap
+from pageforge.ops.products import MOST_ROWS, products
 
 pytestmark = pytest.mark.gpu
 
@@ -322,6 +323,28 @@ def test_compiled_code_writes_to_the_callers_pages() -> None:
     assert torch.equal(bits(pages.all), bits(want_pages.all))
     for mine, theirs in zip(got, want, strict=True):
         assert torch.equal(bits(mine), bits(theirs))
+
+
+# --- products -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("rows", [1, 3, MOST_ROWS, MOST_ROWS + 1])
+def test_products_that_are_captured_side_by_side(rows: int) -> None:
+    """Each replay waits for the input before it, and is over before what comes next."""
+    input = torch.empty(rows, 512, dtype=torch.bfloat16, device="cuda")
+    weights = [torch.randn(size, 512, device="cuda").bfloat16() for size in (1024, 256, 256, 8192)]
+
+    def step() -> list[torch.Tensor]:
+        made = products(input * 2, weights)
+        return [each + 1 for each in made]
+
+    input.normal_()
+    graph, got = captured(step)
+    for _ in range(3):
+        input.normal_()
+        graph.replay()
+        for one, weight in zip(got, weights, strict=True):
+            torch.testing.assert_close(one, input * 2 @ weight.t() + 1, rtol=2e-2, atol=0.5)
 
 
 # --- addresses ------------------------------------------------------------------------------------

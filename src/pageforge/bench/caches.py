@@ -19,6 +19,7 @@ from transformers.cache_utils import Cache
 from transformers.masking_utils import AttentionMaskInterface
 
 from pageforge.bench.models import twin
+from pageforge.compiling import compile_forward
 from pageforge.geometry import pages_for
 from pageforge.graphs import CapturedStep, GraphMemory
 from pageforge.hf.cache import PagedKVCache
@@ -233,7 +234,7 @@ def _stub_graph(setting: Setting, compiled: bool) -> Start:
     model = without_attention(setting.model)
     if setting.device.type != "cuda":
         raise RuntimeError("a graph needs a CUDA device")
-    step: Any = torch.compile(model, dynamic=False) if compiled else model
+    step: Any = compile_forward(model.forward, dynamic=False) if compiled else model
     token = torch.zeros(setting.batch, 1, dtype=torch.long, device=setting.device)
 
     def replayed() -> Tensor:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from pageforge.compiling import compile_forward
 from pageforge.engine.device_rows import DeviceRows
 from pageforge.engine.packed import PackedCache
 from pageforge.engine.sequence import NO_TOKEN
@@ -51,7 +52,7 @@ class Forward:
         if self._windows is None:
             raise UnsupportedModel("compile: expected each layer to attend to its own K/V")
         if self._compiled is None:
-            self._compiled = torch.compile(self._model.forward)
+            self._compiled = compile_forward(self._model.forward)
 
     def forget_compiled(self) -> None:
         """Drop what was compiled, and what it holds of the model."""

@@ -14,6 +14,7 @@ from transformers import Cache
 from transformers.utils import ModelOutput
 
 from pageforge.batch import SequenceBatch
+from pageforge.compiling import compile_forward
 from pageforge.errors import UnsupportedModel
 from pageforge.graphs import CapturedStep, GraphMemory, StepInputs, bucket
 from pageforge.hf.cache import PagedKVCache
@@ -111,7 +112,7 @@ class DecodeStep:
         if not known.is_regular:
             raise UnsupportedModel("compile: expected each layer to attend to its own K/V")
         cache = StepCache(self._inputs, known.windows)
-        compiled = torch.compile(forward, dynamic=False)
+        compiled = compile_forward(forward, dynamic=False)
 
         def run_compiled() -> Any:
             self._inputs.begin()
