@@ -211,11 +211,13 @@ class Compiled:
         self.graphs: list[torch.fx.GraphModule] = []
         self.shapes: set[StepShape] = set()
         torch._dynamo.reset()  # what another test has compiled would be at hand
-        compile = functools.partial(torch.compile, backend=self._make)
-        # Inductor's options are its own.
-        monkeypatch.setattr(
-            torch, "compile", lambda forward, *, options, **more: compile(forward, **more)
-        )
+        compile = torch.compile
+
+        def compile_here(forward: Any, *, options: Any, **more: Any) -> Any:
+            del options  # inductor's alone
+            return compile(forward, backend=self._make, **more)
+
+        monkeypatch.setattr(torch, "compile", compile_here)
         run_compiled = Forward.run_compiled
 
         def noted(forward: Forward, shape: StepShape, loaded: LoadedStep) -> Any:

@@ -364,6 +364,8 @@ def test_tiles_are_loaded_ahead(arch: int, compiled: Callable[[Job], list[Kernel
     # A thread's share of K and V of a tile, for those loaded before the loop and in it.
     share = tile_bytes // 16 // (32 * tiling.num_warps)
     assert len(copies) >= share * tiling.num_stages
+    # What a copy brings is nothing (its last operand) where the loop ends before: there is no mask.
+    assert len(copies) == len(re.findall(r"cp\.async\.c[ag]\S*.*, *0x10, *%r\d+;", kernel.ptx))
 
 
 def test_more_stages_are_more_buffers(compiled: Callable[[Job], list[Kernel]]) -> None:
