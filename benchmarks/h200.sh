@@ -73,8 +73,8 @@ smollm2)
     ask smollm2 100 throughput --only uniform
     ask smollm2 240 latency --only steps --batch 1 --batch 32 --prompt 448 --steps 252
     ask smollm2 60 vram
-    ask smollm2 40 sharing
-    ask smollm2 60 parity
+    ask smollm2 100 sharing
+    ask smollm2 100 parity
     ;;
 *)
     echo "part: expected one of those above, got $part" >&2
