@@ -12,7 +12,7 @@ from torch._inductor.custom_graph_pass import CustomGraphPass
 
 from pageforge import compiling
 from pageforge.compiling import compile_forward
-from pageforge.ops.products import products
+from pageforge.ops.products import MOST_ROWS, products
 
 
 @pytest.fixture(autouse=True)
@@ -34,14 +34,14 @@ def seen(monkeypatch: pytest.MonkeyPatch) -> list[list[int]]:
             ops = graph.find_nodes(op="call_function", target=products)
             found.append([len(node.args[1]) for node in ops])
 
-    monkeypatch.setattr(compiling, "SideBySide", Seen)
+    monkeypatch.setattr(compiling, "SIDE_BY_SIDE", Seen())
     return found
 
 
 @pytest.fixture
 def as_on_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
     """Graphs are changed as if a GPU were there."""
-    monkeypatch.setattr(compiling, "_is_on_cuda", lambda node: True)
+    monkeypatch.setattr(compiling, "_is_on_cuda", lambda output: True)
 
 
 def weights(*sizes: tuple[int, int]) -> list[Tensor]:
@@ -80,6 +80,37 @@ def test_several_inputs_have_an_op_each(seen: list[list[int]]) -> None:
     for one, other in zip(got, step(first, second, *matrices), strict=True):
         torch.testing.assert_close(one, other)
     assert seen == [[3, 3]]
+
+
+@pytest.mark.usefixtures("as_on_cuda")
+def test_what_is_not_small_is_left_alone(
+    seen: list[list[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two weights of 256 bytes, and one of more; then as many rows as are many."""
+    monkeypatch.setattr(compiling, "MOST_BYTES", 256)
+    step = compile_forward(lambda input, *of: [input @ each.t() for each in of], dynamic=False)
+    matrices = weights((8, 8), (4, 8), (9, 8))
+    for rows in (MOST_ROWS, MOST_ROWS + 1):
+        (input,) = weights((rows, 8))
+        for one, other in zip(step(input, *matrices), matrices, strict=True):
+            torch.testing.assert_close(one, input @ other.t())
+    assert seen == [[2], []]
+
+
+@pytest.mark.usefixtures("as_on_cuda")
+def test_biases_are_left_alone(seen: list[list[int]]) -> None:
+    first, second = torch.nn.Linear(8, 8), torch.nn.Linear(8, 8)
+    with torch.no_grad():
+        compile_forward(lambda input: (first(input), second(input)))(torch.ones(3, 8))
+    assert seen == [[]]
+
+
+@pytest.mark.usefixtures("as_on_cuda")
+def test_what_is_compiled_is_found_again(seen: list[list[int]]) -> None:
+    matrices = weights((16, 16), (16, 16), (16, 16), (16, 16), (16, 16))
+    for _ in range(3):
+        compile_forward(layer)(weights((5, 16))[0][None], *matrices)
+    assert seen == [[3]]
 
 
 def test_other_devices_are_left_alone(seen: list[list[int]]) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -197,8 +198,19 @@ class CapturedStep:
         self._graph.replay()
 
 
+_one_at_a_time = threading.Lock()
+"""All captures share streams for branches (`ops/products.py`), and cuBLAS' workspaces."""
+
+
 @contextlib.contextmanager
 def _capturing(graph: torch.cuda.CUDAGraph, pool: Any, stream: torch.cuda.Stream) -> Iterator[None]:
+    capture = torch.cuda.graph(graph, pool=pool, stream=stream, capture_error_mode="thread_local")
+    with _one_at_a_time, _undisturbed(), capture:
+        yield
+
+
+@contextlib.contextmanager
+def _undisturbed() -> Iterator[None]:
     # What other threads ask of CUDA meanwhile does no harm; but what this one's garbage collector
     # would, for caches and pools that it finds, spoils a capture.
     collects = gc.isenabled()
@@ -207,8 +219,7 @@ def _capturing(graph: torch.cuda.CUDAGraph, pool: Any, stream: torch.cuda.Stream
     # graphs of its own): what a graph uses must lie in its own memory, and nobody else use it.
     torch._C._cuda_clearCublasWorkspaces()
     try:
-        with torch.cuda.graph(graph, pool=pool, stream=stream, capture_error_mode="thread_local"):
-            yield
+        yield
     finally:
         torch._C._cuda_clearCublasWorkspaces()
         if collects:

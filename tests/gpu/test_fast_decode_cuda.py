@@ -23,6 +23,7 @@ from transformers import (
 
 import pageforge
 from pageforge import PagedKVCache, PagePool
+from pageforge.ops import products
 from pageforge.probe import cache_argument
 
 pytestmark = pytest.mark.gpu
@@ -310,6 +311,20 @@ def test_compiled(name: str) -> None:
     assert torch.equal(got, want)
     assert decode.num_replays == 38
     assert not decode.eager_steps
+
+
+def test_compiled_products_of_one_input_are_branches(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Q, K and V of each layer, and the MLP's two: each time streams for branches are asked for."""
+    asked, streams = [], products._side_streams
+    monkeypatch.setattr(products, "_side_streams", lambda on: (asked.append(on), streams(on))[1])
+    model = _make("llama")
+    inputs = prompt(3, 13)
+    want = reference(model, inputs, **GREEDY)
+    with pageforge.fast_decode(model, compile=True) as decode:
+        got = model.generate(**inputs, **GREEDY)
+    assert torch.equal(got, want)
+    assert decode.num_replays == 38
+    assert len(asked) == 2 * model.config.num_hidden_layers
 
 
 def test_half_precision_matches_eager_pageforge() -> None:

@@ -28,8 +28,7 @@ from tests.ops.test_write_and_gather import check as check_write_and_gather
 
 from pageforge import ops
 from pageforge.errors import PageForgeError, ShapeError
-from pageforge.ops import copy, reference, swap
-from pageforge.ops.products import MOST_ROWS, products
+from pageforge.ops import copy, products, reference, swap
 
 pytestmark = pytest.mark.gpu
 
@@ -328,18 +327,27 @@ def test_compiled_code_writes_to_the_callers_pages() -> None:
 # --- products -------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("rows", [1, 3, MOST_ROWS, MOST_ROWS + 1])
-def test_products_that_are_captured_side_by_side(rows: int) -> None:
+@pytest.mark.parametrize("rows", [1, 3, products.MOST_ROWS, products.MOST_ROWS + 1])
+def test_products_that_are_captured_side_by_side(
+    rows: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Each replay waits for the input before it, and is over before what comes next."""
+    waits, wait = [], torch.cuda.Stream.wait_stream
+    monkeypatch.setattr(
+        torch.cuda.Stream, "wait_stream", lambda *streams: (waits.append(streams), wait(*streams))
+    )
     input = torch.empty(rows, 512, dtype=torch.bfloat16, device="cuda")
     weights = [torch.randn(size, 512, device="cuda").bfloat16() for size in (1024, 256, 256, 8192)]
 
     def step() -> list[torch.Tensor]:
-        made = products(input * 2, weights)
+        waits.clear()
+        made = products.products(input * 2, weights)
+        assert len(waits) in (0, 2 * (products.BRANCHES - 1))  # branches go off and come back
         return [each + 1 for each in made]
 
     input.normal_()
     graph, got = captured(step)
+    assert bool(waits) == (rows <= products.MOST_ROWS)
     for _ in range(3):
         input.normal_()
         graph.replay()

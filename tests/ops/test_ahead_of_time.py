@@ -13,7 +13,9 @@ import multiprocessing
 import os
 import pkgutil
 import re
+import subprocess
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
@@ -63,6 +65,7 @@ class Kernel(NamedTuple):
     name: str
     shared: int  # bytes
     ptx: str
+    cubin: bytes
 
 
 def decode_step(job: Job, **options: Any) -> None:
@@ -170,6 +173,11 @@ HOPPER = [
     hopper_job(BF16, 64, 64, heads=(9, 3), bounded=True),
 ]
 
+WIDE = [
+    Job("decode_in_one", arch, BF16, (64, 64), (("heads", (heads, 1)),))
+    for arch, heads in ((80, 16), (90, 16), (90, 71))
+]
+
 ODD: list[tuple[int, int]] = [(16, 16), (40, 40), (80, 96), (112, 112), (192, 128)]
 
 JOBS = [
@@ -186,6 +194,8 @@ JOBS = [
     *(Job("prefill", arch, FP16, (64, 64)) for arch in (75, 90, 120)),
     *(Job("decode_step", arch, FP32, (256, 256)) for arch in (75, 86, 90)),
     *(Job("prefill", arch, FP32, (256, 256)) for arch in (75, 86, 90)),
+    # Of many lanes, where registers are scarce (Falcon 7B has 71 heads over one).
+    *WIDE,
     Job("decode_in_one", 80, FP16, (64, 256)),
     Job("decode_in_one", 86, FP16, (128, 256)),
     # All options, and dims that are no powers of two.
@@ -259,7 +269,8 @@ def _compile(kernel: Any, arch: int, args: tuple[Any, ...], options: dict[str, A
     make_source = GluonASTSource if kernel.is_gluon() else ASTSource
     source = make_source(kernel, signature, constants, attributes)
     done = triton.compile(source, target=target, options=parsed.__dict__)
-    return Kernel(kernel.__name__, done.metadata.shared, done.asm["ptx"])
+    asm = done.asm
+    return Kernel(kernel.__name__, done.metadata.shared, asm["ptx"], asm["cubin"])
 
 
 def kernels_of_the_ops() -> set[str]:
@@ -366,6 +377,20 @@ def test_tiles_are_loaded_ahead(arch: int, compiled: Callable[[Job], list[Kernel
     assert len(copies) >= share * tiling.num_stages
     # What a copy brings is nothing (its last operand) where the loop ends before: there is no mask.
     assert len(copies) == len(re.findall(r"cp\.async\.c[ag]\S*.*, *0x10, *%r\d+;", kernel.ptx))
+
+
+@pytest.mark.parametrize("job", [*WIDE, Job("decode_step", 90, BF16, (128, 128))], ids=str)
+def test_registers_suffice(
+    job: Job, compiled: Callable[[Job], list[Kernel]], tmp_path: Path
+) -> None:
+    """But for a few, what a thread of the decode kernel works with is not put aside in memory."""
+    kernel = next(kernel for kernel in compiled(job) if kernel.name == "_decode_kernel")
+    binary = tmp_path / "kernel.cubin"
+    binary.write_bytes(kernel.cubin)
+    command = [triton.knobs.nvidia.cuobjdump.path, "--dump-resource-usage", str(binary)]
+    usage = subprocess.run(command, check=True, capture_output=True, text=True).stdout
+    assert int(re.search(r"REG:(\d+)", usage)[1]) > 64
+    assert int(re.search(r"STACK:(\d+)", usage)[1]) <= 128
 
 
 def test_more_stages_are_more_buffers(compiled: Callable[[Job], list[Kernel]]) -> None:

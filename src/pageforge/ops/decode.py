@@ -33,8 +33,11 @@ REGISTERS, MAX_REGISTERS = 65536, 255
 """Of a multiprocessor, and the most that a thread can have, of any architecture."""
 
 UNITS = 1 << 32
-"""As many as an unsigned int32 counts. With one for each row of a head they are 256 GiB or more
-where a row has 64 bytes or more."""
+"""What a row's offset in units fits below for an unsigned int32. With one unit a row of 64 bytes
+that is 256 GiB of pages."""
+
+MATRIX_ROWS = 16
+"""Of the smallest product that the matrix units take."""
 
 MERGED_AT_ONCE = 2048
 """Elements of pieces that a merging program holds: 16 registers a thread of four warps."""
@@ -256,6 +259,7 @@ def _constants_for(
     tiling = tiling_for(max(key_dim, value_dim), dtype, device)
     key_pad, value_pad = (max(16, triton.next_power_of_2(dim)) for dim in (key_dim, value_dim))
     lanes = triton.next_power_of_2(group)
+    has_room = lanes <= MATRIX_ROWS  # in registers, for more than the least
     merged_dims = min(value_pad, 64)
     chain = _chain(device)
     constants = {
@@ -272,7 +276,7 @@ def _constants_for(
         "NEW_VALUE_HEAD": new_value_head,
         "KV_HEADS": num_kv_heads,
         "GROUP": group,
-        "GROUP_PAD": max(16, lanes),
+        "GROUP_PAD": max(MATRIX_ROWS, lanes),
         "KEY_DIM": key_dim,
         "KEY_PAD": key_pad,
         "VALUE_DIM": value_dim,
@@ -280,6 +284,7 @@ def _constants_for(
         "PAGE": page_size,
         "PAGE_BITS": page_size.bit_length() - 1,
         "TILE": tiling.tokens,
+        "SUMS": tiling.tokens if has_room else 1,
         "HAS_CAP": not no_cap,
         "PRECISION": "ieee" if dtype == torch.float32 else "tf32",
         "HEAD": HEADER,
@@ -293,7 +298,7 @@ def _constants_for(
     }
     options = {"num_warps": tiling.num_warps, "num_stages": tiling.num_stages} | chain
     registers = REGISTERS // (32 * tiling.num_warps * tiling.per_processor) // 8 * 8
-    if registers < MAX_REGISTERS:
+    if (batch_invariant or has_room) and registers < MAX_REGISTERS:
         options["maxnreg"] = registers  # a few more, and fewer programs fit than are launched
     return constants, options
 
@@ -362,6 +367,7 @@ def _decode_kernel(
     PAGE: tl.constexpr,
     PAGE_BITS: tl.constexpr,
     TILE: tl.constexpr,
+    SUMS: tl.constexpr,  # of weights, in each lane: TILE or 1
     HAS_CAP: tl.constexpr,
     PRECISION: tl.constexpr,
     HEAD: tl.constexpr,
@@ -424,17 +430,18 @@ def _decode_kernel(
             slope = tl.load(slopes_ptr + head, mask=real_head, other=0.0).to(tl.float32) * LOG2E
             length = tl.load(lens_ptr + row)
         # The online softmax: the largest score so far, the sums of weights, the weighted sum of V.
-        # (Sums by place in the tile: they are added up once, for threads wait for each other then.)
+        # (Sums by place in the tile are added up once: threads wait for each other then.)
         top = tl.full([GROUP_PAD], -float("inf"), tl.float32)
-        sums = tl.zeros([GROUP_PAD, TILE], tl.float32)
+        sums = tl.zeros([GROUP_PAD, SUMS], tl.float32)
         acc = tl.zeros([GROUP_PAD, VALUE_PAD], tl.float32)
         if INVARIANT:
             # The same of the pieces so far, where one run is all that the row has.
-            row_top, row_total, row_acc = top, tl.sum(sums, 1), acc
+            row_top, row_total, row_acc = top, tl.zeros([GROUP_PAD], tl.float32), acc
         key_base = key_ptr + kv_head * (PAGE * KEY_DIM)
         value_base = value_ptr + kv_head * (PAGE * VALUE_DIM)
-        # Beyond what is stored its last token is read again, which costs no bytes, and no mask for
-        # each copy: so what lies there (NaN, another's K/V, no memory at all) cannot matter.
+        # Beyond what is stored its last token is read again, and has no weight: that costs no bytes
+        # and no mask for each copy. What lies there (NaN, another's K/V, no memory) cannot matter.
+        # (Where that token's V is infinite the sum may become NaN.)
         last = stored - 1
         # The page ids of a tile are loaded one tile ahead. Loaded in the same turn as K and V they
         # would have to be there before the loads begin, and Triton would not overlap tiles at all.
@@ -466,7 +473,7 @@ def _decode_kernel(
             new_top = tl.maximum(top, tl.max(score, 1))
             decay = tl.exp2(top - new_top)
             weight = tl.exp2(score - new_top[:, None])
-            sums = sums * decay[:, None] + weight
+            sums = sums * decay[:, None] + (weight if SUMS == TILE else tl.sum(weight, 1)[:, None])
             acc = acc * decay[:, None]
             acc = tl.dot(weight.to(value.dtype), value, acc, input_precision=PRECISION)
             top = new_top
@@ -489,7 +496,7 @@ def _decode_kernel(
                             VALUE_DIM,
                         )
                     top = tl.full([GROUP_PAD], -float("inf"), tl.float32)
-                    sums = tl.zeros([GROUP_PAD, TILE], tl.float32)
+                    sums = tl.zeros([GROUP_PAD, SUMS], tl.float32)
                     acc = tl.zeros([GROUP_PAD, VALUE_PAD], tl.float32)
 
         total = tl.sum(sums, 1)
@@ -506,9 +513,9 @@ def _decode_kernel(
                     mask=value_real,
                     other=0.0,
                 ).to(value_ptr.dtype.element_ty)
-                last_page = tl.load(row_pages + (end - 1) // PAGE).to(tl.int64)
+                last_page = tl.load(row_pages + ((end - 1) >> PAGE_BITS)).to(tl.int64)
                 if last_page > 0:
-                    offset = (end - 1) % PAGE
+                    offset = (end - 1) & (PAGE - 1)
                     to_key = key_base + last_page * KEY_PAGE + offset * KEY_DIM
                     to_value = value_base + last_page * VALUE_PAGE + offset * VALUE_DIM
                     tl.store(to_key + key_dim, new_key, mask=key_real)

@@ -20,8 +20,8 @@ MOST_ROWS = 128
 after the other and side by side: 1 row 29.0 and 18.2, 32 rows 30.2 and 19.1, 128 rows 31.5 and
 26.5, 256 rows 38.1 and 35.7, 1,024 rows 73 and 76.)"""
 
-MOST_BYTES = 64 << 20
-"""Reading a weight of more takes the whole device, with one row already."""
+BRANCHES = 3
+"""At a time: for each there is a stream, and cuBLAS takes a workspace for each stream."""
 
 
 def _one_by_one(input: Tensor, weights: list[Tensor]) -> list[Tensor]:
@@ -29,25 +29,26 @@ def _one_by_one(input: Tensor, weights: list[Tensor]) -> list[Tensor]:
 
 
 def _side_by_side(input: Tensor, weights: list[Tensor]) -> list[Tensor]:
-    is_small = len(input) <= MOST_ROWS and all(w.nbytes <= MOST_BYTES for w in weights)
-    if not is_small or not torch.cuda.is_current_stream_capturing():
-        return _one_by_one(input, weights)
-    current = torch.cuda.current_stream(input.device)
-    streams = [current, *_side_streams(input.device, len(weights) - 1)]
-    outputs = [input.new_empty(len(input), len(weight)) for weight in weights]  # of this stream
-    begun = current.record_event()
-    for stream, weight, output in zip(streams, weights, outputs, strict=True):
-        with torch.cuda.stream(stream):
-            stream.wait_event(begun)
-            torch.mm(input, weight.t(), out=output)
-    for stream in streams[1:]:
-        current.wait_stream(stream)
-    return outputs
+    with torch.cuda.device(input.device):
+        if len(input) > MOST_ROWS or not torch.cuda.is_current_stream_capturing():
+            return _one_by_one(input, weights)
+        current = torch.cuda.current_stream()
+        branches = [current, *_side_streams(input.device)][: len(weights)]
+        outputs = [input.new_empty(len(input), len(weight)) for weight in weights]  # `current`'s
+        for branch in branches[1:]:
+            branch.wait_stream(current)
+        for place, (weight, output) in enumerate(zip(weights, outputs, strict=True)):
+            with torch.cuda.stream(branches[place % len(branches)]):
+                torch.mm(input, weight.t(), out=output)
+        for branch in branches[1:]:
+            current.wait_stream(branch)
+        return outputs
 
 
 @functools.cache
-def _side_streams(device: torch.device, count: int) -> list[torch.cuda.Stream]:
-    return [torch.cuda.Stream(device) for _ in range(count)]
+def _side_streams(device: torch.device) -> list[torch.cuda.Stream]:
+    """For captures on `device`, of which `graphs.py` makes one at a time."""
+    return [torch.cuda.Stream(device) for _ in range(BRANCHES - 1)]
 
 
 def _fake(input: Tensor, weights: list[Tensor]) -> list[Tensor]:
@@ -62,5 +63,5 @@ products = register(
 )
 """`input @ weight.T` for each weight, `[M, N]` of `[M, K]` and `[N, K]`: an op for `compiling.py`.
 
-While a CUDA graph is captured small ones become branches of it.
+While a CUDA graph is captured those of up to MOST_ROWS rows become branches of it.
 """
