@@ -383,8 +383,13 @@ class _PageTableMirror:
             grown[:, : self.host.shape[1]] = self.host
             self._set_host(grown)
         self.host[:, low:high] = entries
-        if self.device.type != "cpu":
-            self.device_table[:, low:high] = to_device(self.host[:, low:high], self.device)
+        if self.device.type == "cpu":
+            return  # the device's is the same memory
+        changed = self.host[:, low:high]
+        if changed.size == 1:  # the next page of a batch of one: it travels with the launch
+            self.device_table[:, low:high].fill_(changed.item())
+        else:
+            self.device_table[:, low:high] = to_device(changed, self.device)
 
     def copy(self, rows: Sequence[int] | None = None) -> _PageTableMirror:
         """A second one, of these rows; None: of all."""

@@ -12,6 +12,9 @@ from tests.hf import test_token_parity as scenarios
 from tests.hf.tiny_models import CONFIGS, tiny
 from transformers import AutoModelForCausalLM
 
+from pageforge import PagePool
+from pageforge.batch import SequenceBatch
+
 pytestmark = pytest.mark.gpu
 
 
@@ -66,3 +69,26 @@ def test_a_model_spread_over_two_devices(name: str, tmp_path: Path) -> None:
         parity.compare_all(expected, scenarios.greedy(model, cache), tolerance=1e-5)
         cache.free()
         parity.check_all_back(pool)
+
+
+@pytest.mark.parametrize("rows", [1, 3])
+def test_page_tables_on_the_device_follow_those_on_the_host(rows: int) -> None:
+    """Token by token, then many at once, then back; also in inference mode."""
+    pool = PagePool.for_model(tiny("gemma3").cuda(), page_size=8, max_pages=200)
+    batch = SequenceBatch(pool, [0] * rows)
+
+    def check() -> None:
+        for group in range(len(pool.geometry.groups)):
+            table, _ = batch.page_table(group, 0, batch.length)
+            pages = table.shape[1]
+            assert table.tolist() == [list(each.entries(0, pages, group)) for each in batch.tables]
+
+    for mode in (torch.no_grad(), torch.inference_mode()):
+        with mode:
+            for tokens in [1] * 20 + [30] + [1] * 20:
+                batch.append(tokens)
+                check()
+            batch.crop(11)
+            check()
+    batch.release()
+    assert pool.stats().pages_used == 0
