@@ -118,7 +118,7 @@ def test_both_ways_to_merge(
 ) -> None:
     step = make_step([8000, 300, 64, 2000], device="cuda", uniform=True, **kind)
     for most in (0, 1 << 40):
-        monkeypatch.setattr(decode, "MERGED_BYTES", most)
+        monkeypatch.setattr(decode, "MERGED_RUNS", most)
         plan = step.cut(batch_invariant=batch_invariant)
         table = plan.table.clone()
         assert int(table[0]) > 4

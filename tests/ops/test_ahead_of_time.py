@@ -70,24 +70,24 @@ class Kernel(NamedTuple):
 
 def decode_step(job: Job, **options: Any) -> None:
     """Plans a step, writes new tokens, attends, merges the pieces by a kernel of its own."""
-    _decode(job, merged_bytes=0, **options)
+    _decode(job, merged_runs=0, **options)
 
 
 def decode_in_one(job: Job, **options: Any) -> None:
     """The pieces are merged where they are found."""
-    _decode(job, merged_bytes=1 << 40, **options)
+    _decode(job, merged_runs=1 << 40, **options)
 
 
 def _decode(
     job: Job,
-    merged_bytes: int,
+    merged_runs: int,
     heads: tuple[int, int] = (32, 8),
     everything: bool = False,
     stages: int | None = None,
 ) -> None:
     from pageforge.ops import decode
 
-    decode.MERGED_BYTES = merged_bytes  # `compile_job` sets this back, and the next
+    decode.MERGED_RUNS = merged_runs  # `compile_job` sets this back, and the next
     if stages is not None:
         usual = decode.tiling_for
         decode.tiling_for = lambda *args: usual(*args)._replace(num_stages=stages)
@@ -235,7 +235,7 @@ def compile_job(job: Job) -> list[Kernel]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(JITFunction, "run", launch)
         patch.setattr(Launcher, "prepare", prepare)
-        patch.setattr(decode, "MERGED_BYTES", decode.MERGED_BYTES)
+        patch.setattr(decode, "MERGED_RUNS", decode.MERGED_RUNS)
         for module in (decode, plan):
             patch.setattr(
                 module,

@@ -45,12 +45,12 @@ kinds = pytest.mark.parametrize("kind", KINDS, ids=name_of)
 def cut_into(monkeypatch: pytest.MonkeyPatch) -> Callable[[int, int], None]:
     """About how many pieces a KV head's rows are cut into, and what a program merges at most."""
 
-    def set_up(slots: int, merged_bytes: int = decode.MERGED_BYTES, programs: int = 2) -> None:
+    def set_up(slots: int, merged_runs: int = decode.MERGED_RUNS, programs: int = 2) -> None:
         monkeypatch.setattr(plan, "num_processors", lambda _: slots)
         monkeypatch.setattr(decode, "num_processors", lambda _: programs)
         tiling = plan.Tiling(TILE, 1, 1, per_processor=8)
         monkeypatch.setattr(plan, "tiling_for", lambda *_: tiling)
-        monkeypatch.setattr(decode, "MERGED_BYTES", merged_bytes)
+        monkeypatch.setattr(decode, "MERGED_RUNS", merged_runs)
 
     return set_up
 
@@ -147,13 +147,13 @@ def test_left_padding(start: int) -> None:
 
 
 @pytest.mark.parametrize("batch_invariant", [False, True])
-@pytest.mark.parametrize("merged_bytes", [0, 1 << 40], ids=["two kernels", "one kernel"])
+@pytest.mark.parametrize("merged_runs", [0, 1 << 40], ids=["two kernels", "one kernel"])
 @pytest.mark.parametrize("slots", [1, 4, 40])
 def test_pieces_are_merged(
-    slots: int, merged_bytes: int, batch_invariant: bool, cut_into: Any
+    slots: int, merged_runs: int, batch_invariant: bool, cut_into: Any
 ) -> None:
     """Into one, two or many, by the kernel itself or by a second one, and again from that plan."""
-    cut_into(slots, merged_bytes)
+    cut_into(slots, merged_runs)
     for spikes in ([], [*range(0, 130, TILE), *range(TILE - 1, 130, TILE)]):
         step = make_step(
             [130, 18, 0],
@@ -191,15 +191,15 @@ def test_more_pieces_than_are_merged_at_once(cut_into: Any, monkeypatch: Any) ->
     step.check(*step.run())
 
 
-@pytest.mark.parametrize("merged_bytes", [0, 1000, 1 << 40])
-def test_batch_invariant(merged_bytes: int, cut_into: Any, monkeypatch: Any) -> None:
+@pytest.mark.parametrize("merged_runs", [0, decode.MERGED_RUNS, 1 << 40])
+def test_batch_invariant(merged_runs: int, cut_into: Any, monkeypatch: Any) -> None:
     """A row's bits are the same alone, among any neighbours, and in a wider page table.
 
     The two ways to merge differ here in how many pieces they take at once.
     """
     monkeypatch.setattr(decode, "MERGED_AT_ONCE", 32)
     decode._constants_for.cache_clear()
-    cut_into(2, merged_bytes)
+    cut_into(2, merged_runs)
     step = make_step([200, 33], heads=(4, 1), dims=(16, 48), spare=40, sinks=torch.randn(4))
     want = step.run(batch_invariant=True)
     step.check(*want)
@@ -261,10 +261,10 @@ def test_no_rows() -> None:
     assert out.shape == (0, 4, 16) and lse.shape == (0, 4)
 
 
-@pytest.mark.parametrize("merged_bytes", [0, 1 << 40])
-def test_only_rows_of_one_query(merged_bytes: int, cut_into: Any) -> None:
+@pytest.mark.parametrize("merged_runs", [0, 1 << 40])
+def test_only_rows_of_one_query(merged_runs: int, cut_into: Any) -> None:
     """In a batch of which the other kernel serves the rest."""
-    cut_into(5, merged_bytes)
+    cut_into(5, merged_runs)
     step = make_step([150, 20, 0, 70, 9])
     bounds = torch.tensor([0, 1, 4, 5, 5, 6], dtype=torch.int32)
     table, max_pieces, *_ = step.cut(cu_query_lens=bounds)
@@ -359,13 +359,13 @@ def test_offsets_need_64_bits(page: int, units: int, monkeypatch: Any) -> None:
     step.check(*step.run())
 
 
-@pytest.mark.parametrize("merged_bytes", [0, 1 << 40], ids=["two kernels", "one kernel"])
+@pytest.mark.parametrize("merged_runs", [0, 1 << 40], ids=["two kernels", "one kernel"])
 @pytest.mark.parametrize("programs", [1, 3, 1000])
 def test_programs_that_take_one_run_after_the_other(
-    programs: int, merged_bytes: int, cut_into: Any
+    programs: int, merged_runs: int, cut_into: Any
 ) -> None:
     """Fewer programs than runs, and more; and the plan serves the next layer too."""
-    cut_into(6, merged_bytes, programs)
+    cut_into(6, merged_runs, programs)
     step = make_step([130, 18, 0, 70, 1], heads=(4, 2), spikes=[0, 15, 16, 63, 64, 100, 129])
     new, made = step.take_newest(), step.cut()
     for _ in range(3):

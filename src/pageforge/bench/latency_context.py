@@ -17,7 +17,7 @@ from pageforge.bench.report import Report
 STEPS = 525
 """25 blocks of 21 steps, of which 20 count: 500."""
 
-CUDNN_STEPS = 126
+CUDNN_STEPS = 42
 """With cuDNN attention each new length costs a growing cache some 50 ms the first time: fewer."""
 
 PADDED_BATCH = 8

@@ -26,8 +26,8 @@ if kernels.AVAILABLE:
     from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 
-MERGED_BYTES = 16 << 10
-"""What a program can merge in about the time that a second kernel takes."""
+MERGED_RUNS = 4
+"""Cut into so many runs, on average, rows are merged sooner by a second kernel (H200)."""
 
 REGISTERS, MAX_REGISTERS = 65536, 255
 """Of a multiprocessor, and the most that a thread can have, of any architecture."""
@@ -39,8 +39,13 @@ that is 256 GiB of pages."""
 MATRIX_ROWS = 16
 """Of the smallest product that the matrix units take."""
 
+SUMS = 64
+"""Of weights, by place in the tile, that a decoding program keeps for a query."""
+
 MERGED_AT_ONCE = 2048
-"""Elements of pieces that a merging program holds: 16 registers a thread of four warps."""
+"""Elements of pieces that a decoding program merges: 16 registers a thread of four warps. A quarter
+of them where registers are scarce: D64's kernel kept some values in memory with more, and with SUMS
+of 32 or 128 too, and took 1 us longer."""
 
 MERGED_PIECES = 32
 """Pieces that one program of the merging kernel holds."""
@@ -130,10 +135,9 @@ class DecodeLaunch:
         key_dim = key_pages.shape[3]
         merges = max_pieces > num_rows
         num_programs = _num_programs(max(key_dim, value_dim), key_pages)
-        # Of rows alike. With `batch_invariant` it does not matter to the bits who merges them.
+        # With `batch_invariant` it does not matter to the bits who merges.
         max_runs = min(max_pieces, num_rows + num_programs // num_kv_heads)
-        row_bytes = max_runs * (num_heads // num_kv_heads) * value_dim * 4 // num_rows
-        merges_inside = row_bytes <= MERGED_BYTES
+        merges_inside = max_runs < MERGED_RUNS * num_rows
         new = None
         if new_key is not None and new_value is not None:
             new = *new_key.stride()[:2], *new_value.stride()[:2], new_key.dtype, new_value.dtype
@@ -260,7 +264,9 @@ def _constants_for(
     key_pad, value_pad = (max(16, triton.next_power_of_2(dim)) for dim in (key_dim, value_dim))
     lanes = triton.next_power_of_2(group)
     has_room = lanes <= MATRIX_ROWS  # in registers, for more than the least
+    registers = REGISTERS // (32 * tiling.num_warps * tiling.per_processor) // 8 * 8
     merged_dims = min(value_pad, 64)
+    merged_at_once = MERGED_AT_ONCE if registers > MAX_REGISTERS else MERGED_AT_ONCE // 4
     chain = _chain(device)
     constants = {
         "QUERY_ROW": query_row,
@@ -284,7 +290,7 @@ def _constants_for(
         "PAGE": page_size,
         "PAGE_BITS": page_size.bit_length() - 1,
         "TILE": tiling.tokens,
-        "SUMS": tiling.tokens if has_room else 1,
+        "SUMS": min(tiling.tokens, SUMS) if has_room else 1,
         "HAS_CAP": not no_cap,
         "PRECISION": "ieee" if dtype == torch.float32 else "tf32",
         "HEAD": HEADER,
@@ -292,12 +298,11 @@ def _constants_for(
         "INVARIANT": batch_invariant,
         "MERGES_INSIDE": merges_inside,
         "MERGED_LANES": lanes,
-        "MERGED_PIECES": max(1, MERGED_AT_ONCE // (lanes * merged_dims)),
+        "MERGED_PIECES": max(1, merged_at_once // (lanes * merged_dims)),
         "MERGED_DIMS": merged_dims,
         "CHAINED": bool(chain),
     }
     options = {"num_warps": tiling.num_warps, "num_stages": tiling.num_stages} | chain
-    registers = REGISTERS // (32 * tiling.num_warps * tiling.per_processor) // 8 * 8
     if (batch_invariant or has_room) and registers < MAX_REGISTERS:
         options["maxnreg"] = registers  # a few more, and fewer programs fit than are launched
     return constants, options
@@ -367,7 +372,7 @@ def _decode_kernel(
     PAGE: tl.constexpr,
     PAGE_BITS: tl.constexpr,
     TILE: tl.constexpr,
-    SUMS: tl.constexpr,  # of weights, in each lane: TILE or 1
+    SUMS: tl.constexpr,  # of weights, in each lane
     HAS_CAP: tl.constexpr,
     PRECISION: tl.constexpr,
     HEAD: tl.constexpr,
@@ -391,14 +396,14 @@ def _decode_kernel(
     item = program
     while item < items:
         index = item // KV_HEADS  # of the run in the plan
-        kv_head = (item % KV_HEADS).to(tl.int64)  # with it, heads' offsets
+        kv_head = item % KV_HEADS
         counters = plan_ptr + HEAD + num_rows + 1
         fields = counters + num_rows * KV_HEADS + FIELDS * index
-        row = tl.load(fields).to(tl.int64)
+        row = tl.load(fields)
         begin = tl.load(fields + 1)
         end = tl.load(fields + 2)
         of_row = tl.load(fields + 3)
-        place = tl.load(fields + 4).to(tl.int64)
+        place = tl.load(fields + 4)
         pieces = of_row >> 1
         runs = pieces
         if INVARIANT:
@@ -407,11 +412,12 @@ def _decode_kernel(
         is_last = (of_row & 1) == 1
         stored = end
         if new_key_ptr is not None:
-            stored = tl.where(is_last & (end > begin), end - 1, end)  # the newest comes from below
-        row_pages = page_table_ptr + row * page_table_row
+            has_new = is_last & (end > begin)
+            stored = tl.where(has_new, end - 1, end)
+        row_pages = page_table_ptr + row.to(tl.int64) * page_table_row
         token_of_row = row
         if queries_ptr is not None:
-            token_of_row = tl.load(queries_ptr + row).to(tl.int64)
+            token_of_row = tl.load(queries_ptr + row)
 
         lane = tl.arange(0, GROUP_PAD)
         key_dim = tl.arange(0, KEY_PAD)
@@ -422,7 +428,10 @@ def _decode_kernel(
         key_real = key_dim < KEY_DIM
         value_real = value_dim < VALUE_DIM
         query = tl.load(
-            query_ptr + token_of_row * QUERY_ROW + head[:, None] * QUERY_HEAD + key_dim[None, :],
+            query_ptr
+            + token_of_row.to(tl.int64) * QUERY_ROW
+            + (head.to(tl.int64) * QUERY_HEAD)[:, None]
+            + key_dim[None, :],
             mask=real_head[:, None] & key_real[None, :],
             other=0.0,
         )
@@ -437,6 +446,7 @@ def _decode_kernel(
         if INVARIANT:
             # The same of the pieces so far, where one run is all that the row has.
             row_top, row_total, row_acc = top, tl.zeros([GROUP_PAD], tl.float32), acc
+            border = begin + size  # between two pieces
         key_base = key_ptr + kv_head * (PAGE * KEY_DIM)
         value_base = value_ptr + kv_head * (PAGE * VALUE_DIM)
         # Beyond what is stored its last token is read again, and has no weight: that costs no bytes
@@ -447,6 +457,27 @@ def _decode_kernel(
         # would have to be there before the loads begin, and Triton would not overlap tiles at all.
         read = tl.minimum(begin + in_tile, last)
         page = tl.load(row_pages + (read >> PAGE_BITS), mask=read >= begin, other=0)
+        if new_key_ptr is not None:
+            # The newest token, in no page yet, comes last. Asked for here, it is there by then.
+            new_key = tl.load(
+                new_key_ptr
+                + row.to(tl.int64) * NEW_KEY_ROW
+                + kv_head.to(tl.int64) * NEW_KEY_HEAD
+                + key_dim,
+                mask=key_real,
+                other=0.0,
+            )
+            new_value = tl.load(
+                new_value_ptr
+                + row.to(tl.int64) * NEW_VALUE_ROW
+                + kv_head.to(tl.int64) * NEW_VALUE_HEAD
+                + value_dim,
+                mask=value_real,
+                other=0.0,
+            )
+            new_page = tl.load(row_pages + ((end - 1) >> PAGE_BITS), mask=end > begin, other=0)
+        if MERGES_INSIDE:
+            left_from = tl.load(plan_ptr + HEAD + row)
         for first in range(begin, stored, TILE):
             token = first + in_tile
             in_page = tl.minimum(token, last) & (PAGE - 1)
@@ -473,21 +504,21 @@ def _decode_kernel(
             new_top = tl.maximum(top, tl.max(score, 1))
             decay = tl.exp2(top - new_top)
             weight = tl.exp2(score - new_top[:, None])
-            sums = sums * decay[:, None] + (weight if SUMS == TILE else tl.sum(weight, 1)[:, None])
+            parts = tl.reshape(weight, [GROUP_PAD, TILE // SUMS, SUMS])
+            sums = sums * decay[:, None] + tl.sum(parts, 1)
             acc = acc * decay[:, None]
             acc = tl.dot(weight.to(value.dtype), value, acc, input_precision=PRECISION)
             top = new_top
             if INVARIANT:  # noqa: SIM102  # decided when compiled, unlike the next
-                if ((first + TILE - begin) % size == 0) & (first + TILE < end):
+                if (first + TILE == border) & (border < end):
                     found, lse = _found(top, tl.sum(sums, 1), acc)
                     if runs == 1:
                         row_top, row_total, row_acc = _add(row_top, row_total, row_acc, found, lse)
                     else:
-                        piece = place + (first + TILE - begin) // size - 1
                         _leave(
                             found_ptr,
                             found_ptr + lse_from,
-                            piece * (KV_HEADS * GROUP) + head,
+                            place.to(tl.int64) * (KV_HEADS * GROUP) + head,
                             value_dim,
                             real_head,
                             value_real,
@@ -495,6 +526,8 @@ def _decode_kernel(
                             lse,
                             VALUE_DIM,
                         )
+                    place += 1
+                    border += size
                     top = tl.full([GROUP_PAD], -float("inf"), tl.float32)
                     sums = tl.zeros([GROUP_PAD, SUMS], tl.float32)
                     acc = tl.zeros([GROUP_PAD, VALUE_PAD], tl.float32)
@@ -502,24 +535,9 @@ def _decode_kernel(
         total = tl.sum(sums, 1)
 
         if new_key_ptr is not None:  # noqa: SIM102  # decided when compiled, unlike the next
-            if is_last & (end > begin):
-                new_key = tl.load(
-                    new_key_ptr + row * NEW_KEY_ROW + kv_head * NEW_KEY_HEAD + key_dim,
-                    mask=key_real,
-                    other=0.0,
-                ).to(key_ptr.dtype.element_ty)
-                new_value = tl.load(
-                    new_value_ptr + row * NEW_VALUE_ROW + kv_head * NEW_VALUE_HEAD + value_dim,
-                    mask=value_real,
-                    other=0.0,
-                ).to(value_ptr.dtype.element_ty)
-                last_page = tl.load(row_pages + ((end - 1) >> PAGE_BITS)).to(tl.int64)
-                if last_page > 0:
-                    offset = (end - 1) & (PAGE - 1)
-                    to_key = key_base + last_page * KEY_PAGE + offset * KEY_DIM
-                    to_value = value_base + last_page * VALUE_PAGE + offset * VALUE_DIM
-                    tl.store(to_key + key_dim, new_key, mask=key_real)
-                    tl.store(to_value + value_dim, new_value, mask=value_real)
+            if has_new:
+                new_key = new_key.to(key_ptr.dtype.element_ty)
+                new_value = new_value.to(value_ptr.dtype.element_ty)
                 raw = tl.sum(query.to(tl.float32) * new_key[None, :].to(tl.float32), 1)
                 score = _score(raw, scale, softcap, HAS_CAP)
                 new_top = tl.maximum(top, score)
@@ -528,6 +546,12 @@ def _decode_kernel(
                 total = total * decay + weight
                 acc = acc * decay[:, None] + weight[:, None] * new_value[None, :].to(tl.float32)
                 top = new_top
+                if new_page > 0:
+                    offset = (end - 1) & (PAGE - 1)
+                    to_key = key_base + new_page.to(tl.int64) * KEY_PAGE + offset * KEY_DIM
+                    to_value = value_base + new_page.to(tl.int64) * VALUE_PAGE + offset * VALUE_DIM
+                    tl.store(to_key + key_dim, new_key, mask=key_real)
+                    tl.store(to_value + value_dim, new_value, mask=value_real)
         if CHAINED:
             gdc_launch_dependents()
 
@@ -539,7 +563,7 @@ def _decode_kernel(
                 acc += float("nan")
             if sinks_ptr is not None:
                 top, total, acc = _sink(top, total, acc, sinks_ptr, head, real_head)
-            to = token_of_row * (KV_HEADS * GROUP) + head
+            to = token_of_row.to(tl.int64) * (KV_HEADS * GROUP) + head
             tl.store(
                 out_ptr + to[:, None] * VALUE_DIM + value_dim[None, :],
                 # A row that sees nothing gives 0.
@@ -549,13 +573,11 @@ def _decode_kernel(
             if lse_ptr is not None:
                 tl.store(lse_ptr + to, (top + tl.log2(total)) / LOG2E, mask=real_head)
         else:
-            if INVARIANT:
-                place += (tl.maximum(end - begin, 1) - 1) // size
             found, lse = _found(top, total, acc)
             _leave(
                 found_ptr,
                 found_ptr + lse_from,
-                place * (KV_HEADS * GROUP) + head,
+                place.to(tl.int64) * (KV_HEADS * GROUP) + head,
                 value_dim,
                 real_head,
                 value_real,
@@ -565,12 +587,11 @@ def _decode_kernel(
             )
             if MERGES_INSIDE:
                 tl.debug_barrier()  # all of the above before the count, by all threads
-                counter = counters + row * KV_HEADS + kv_head
+                counter = plan_ptr + HEAD + num_rows + 1 + row * KV_HEADS + kv_head
                 done = tl.atomic_add(counter, 1, sem="acq_rel")
                 if done == runs - 1:
                     tl.debug_barrier()
                     tl.store(counter, 0)
-                    start = tl.load(plan_ptr + HEAD + row).to(tl.int64)
                     merged_lane = tl.arange(0, MERGED_LANES)
                     merged_head = kv_head * GROUP + merged_lane
                     for dims in tl.static_range(0, VALUE_PAD, MERGED_DIMS):
@@ -580,9 +601,9 @@ def _decode_kernel(
                             sinks_ptr,
                             out_ptr,
                             lse_ptr,
-                            start,
+                            left_from.to(tl.int64),
                             pieces,
-                            token_of_row,
+                            token_of_row.to(tl.int64),
                             merged_head,
                             merged_lane < GROUP,
                             dims + tl.arange(0, MERGED_DIMS),
