@@ -18,7 +18,7 @@ from torch import Tensor
 
 pytest.importorskip("triton")
 from pageforge import PagedKVCache, ShapeError, ops
-from pageforge.ops import plan
+from pageforge.ops import decode, plan
 from pageforge.ops.launch import Launcher
 
 
@@ -73,6 +73,21 @@ def test_a_plan_that_needs_more_room_alone(prepared: list[str]) -> None:
         assert prepared.count("_plan_kernel") == 1
         feed(both, ids, None, 48, 50)
         assert prepared.count("_plan_kernel") == 2
+
+
+@pytest.mark.parametrize("merged_bytes", [decode.MERGED_BYTES, 0])
+def test_a_launch_is_saved(
+    merged_bytes: int, prepared: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A row in five pieces is merged by the decode kernel itself, if they are not large."""
+    monkeypatch.setattr(decode, "MERGED_BYTES", merged_bytes)
+    ids = tokens(1, 67)
+    with nan_pool(tiny("llama")) as pool:
+        both = Both("llama", pool)
+        both.forward(ids[:, :65])
+        feed(both, ids, None, 65, 67)
+        assert prepared.count("_decode_kernel") == 1
+        assert prepared.count("_merge_kernel") == (merged_bytes == 0)
 
 
 def test_rows_that_change_between_steps(prepared: list[str]) -> None:

@@ -178,6 +178,15 @@ WIDE = [
     for arch, heads in ((80, 16), (90, 16), (90, 71))
 ]
 
+USUAL = [
+    Job("decode_step", 90, BF16, (128, 128)),
+    Job("decode_in_one", 90, FP16, (64, 64), (("heads", (12, 12)),)),
+    *(
+        Job(call, 90, FP16, (64, 64), (("heads", (9, 3)),))
+        for call in ("decode_step", "decode_in_one")
+    ),
+]
+
 ODD: list[tuple[int, int]] = [(16, 16), (40, 40), (80, 96), (112, 112), (192, 128)]
 
 JOBS = [
@@ -196,6 +205,7 @@ JOBS = [
     *(Job("prefill", arch, FP32, (256, 256)) for arch in (75, 86, 90)),
     # Of many lanes, where registers are scarce (Falcon 7B has 71 heads over one).
     *WIDE,
+    *USUAL[2:],
     Job("decode_in_one", 80, FP16, (64, 256)),
     Job("decode_in_one", 86, FP16, (128, 256)),
     # All options, and dims that are no powers of two.
@@ -379,18 +389,21 @@ def test_tiles_are_loaded_ahead(arch: int, compiled: Callable[[Job], list[Kernel
     assert len(copies) == len(re.findall(r"cp\.async\.c[ag]\S*.*, *0x10, *%r\d+;", kernel.ptx))
 
 
-@pytest.mark.parametrize("job", [*WIDE, Job("decode_step", 90, BF16, (128, 128))], ids=str)
+@pytest.mark.parametrize("job", [*WIDE, *USUAL], ids=str)
 def test_registers_suffice(
     job: Job, compiled: Callable[[Job], list[Kernel]], tmp_path: Path
 ) -> None:
-    """But for a few, what a thread of the decode kernel works with is not put aside in memory."""
+    """What a thread of the decode kernel works with is not put aside in memory.
+
+    It cost 1 us a launch where it was 20 bytes. With many lanes a few values may be.
+    """
     kernel = next(kernel for kernel in compiled(job) if kernel.name == "_decode_kernel")
     binary = tmp_path / "kernel.cubin"
     binary.write_bytes(kernel.cubin)
     command = [triton.knobs.nvidia.cuobjdump.path, "--dump-resource-usage", str(binary)]
     usage = subprocess.run(command, check=True, capture_output=True, text=True).stdout
     assert int(re.search(r"REG:(\d+)", usage)[1]) > 64
-    assert int(re.search(r"STACK:(\d+)", usage)[1]) <= 128
+    assert int(re.search(r"STACK:(\d+)", usage)[1]) <= (128 if job in WIDE else 0)
 
 
 def test_more_stages_are_more_buffers(compiled: Callable[[Job], list[Kernel]]) -> None:

@@ -29,6 +29,9 @@ if kernels.AVAILABLE:
 MERGED_RUNS = 4
 """Cut into so many runs, on average, rows are merged sooner by a second kernel (H200)."""
 
+MERGED_BYTES = 16 << 10
+"""Of a row and KV head: up to so many are merged within 3 us of that, and it is a launch less."""
+
 REGISTERS, MAX_REGISTERS = 65536, 255
 """Of a multiprocessor, and the most that a thread can have, of any architecture."""
 
@@ -126,6 +129,7 @@ class DecodeLaunch:
         cu_query_lens: Tensor | None = None,
         lse: Tensor | None = None,
         batch_invariant: bool = False,
+        from_host: bool = False,  # launched by the host, not by a graph: each launch takes its time
     ):
         layer = query, key_pages, value_pages, new_key, new_value, sinks, out
         self._layout = _layout(query, new_key, new_value, sinks)
@@ -137,7 +141,10 @@ class DecodeLaunch:
         num_programs = _num_programs(max(key_dim, value_dim), key_pages)
         # With `batch_invariant` it does not matter to the bits who merges.
         max_runs = min(max_pieces, num_rows + num_programs // num_kv_heads)
-        merges_inside = max_runs < MERGED_RUNS * num_rows
+        row_bytes = max_runs * (num_heads // num_kv_heads) * value_dim * 4 // num_rows
+        merges_inside = max_runs < MERGED_RUNS * num_rows or (
+            from_host and row_bytes <= MERGED_BYTES
+        )
         new = None
         if new_key is not None and new_value is not None:
             new = *new_key.stride()[:2], *new_value.stride()[:2], new_key.dtype, new_value.dtype
