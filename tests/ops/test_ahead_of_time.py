@@ -84,10 +84,13 @@ def _decode(
     heads: tuple[int, int] = (32, 8),
     everything: bool = False,
     stages: int | None = None,
+    new: torch.dtype | None = None,
+    batch_invariant: bool = False,
 ) -> None:
     from pageforge.ops import decode
 
-    decode.MERGED_RUNS = merged_runs  # `compile_job` sets this back, and the next
+    # `compile_job` sets these back, and the next.
+    decode.MERGED_RUNS, decode.MERGED_BYTES = merged_runs, 1 << 40
     if stages is not None:
         usual = decode.tiling_for
         decode.tiling_for = lambda *args: usual(*args)._replace(num_stages=stages)
@@ -101,7 +104,8 @@ def _decode(
     if everything:
         step.run(batch_invariant=True)
     else:
-        step.run(new=step.take_newest())
+        newest = [states.to(new or job.dtype) for states in step.take_newest()]
+        step.run(new=(newest[0], newest[1]), batch_invariant=batch_invariant)
 
 
 def prefill(job: Job, everything: bool = False) -> None:
@@ -206,6 +210,11 @@ JOBS = [
     # Of many lanes, where registers are scarce (Falcon 7B has 71 heads over one).
     *WIDE,
     *USUAL[2:],
+    *(
+        Job(call, 90, FP16, (128, 128), (("new", FP32), ("batch_invariant", True)))
+        for call in ("decode_step", "decode_in_one")
+    ),
+    Job("decode_in_one", 80, FP16, (64, 64), (("new", FP32),)),
     Job("decode_in_one", 80, FP16, (64, 256)),
     Job("decode_in_one", 86, FP16, (128, 256)),
     # All options, and dims that are no powers of two.
@@ -245,7 +254,8 @@ def compile_job(job: Job) -> list[Kernel]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(JITFunction, "run", launch)
         patch.setattr(Launcher, "prepare", prepare)
-        patch.setattr(decode, "MERGED_RUNS", decode.MERGED_RUNS)
+        for name in ("MERGED_RUNS", "MERGED_BYTES"):
+            patch.setattr(decode, name, getattr(decode, name))
         for module in (decode, plan):
             patch.setattr(
                 module,

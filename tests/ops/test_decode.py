@@ -43,7 +43,7 @@ kinds = pytest.mark.parametrize("kind", KINDS, ids=name_of)
 
 @pytest.fixture
 def cut_into(monkeypatch: pytest.MonkeyPatch) -> Callable[[int, int], None]:
-    """About how many pieces a KV head's rows are cut into, and what a program merges at most."""
+    """About how many pieces a KV head's rows are cut into, and with how many two kernels merge."""
 
     def set_up(slots: int, merged_runs: int = decode.MERGED_RUNS, programs: int = 2) -> None:
         monkeypatch.setattr(plan, "num_processors", lambda _: slots)
@@ -51,6 +51,7 @@ def cut_into(monkeypatch: pytest.MonkeyPatch) -> Callable[[int, int], None]:
         tiling = plan.Tiling(TILE, 1, 1, per_processor=8)
         monkeypatch.setattr(plan, "tiling_for", lambda *_: tiling)
         monkeypatch.setattr(decode, "MERGED_RUNS", merged_runs)
+        monkeypatch.setattr(decode, "MERGED_BYTES", 1 << 40)
 
     return set_up
 
@@ -83,11 +84,11 @@ def test_everything_at_once(kind: dict[str, Any], cut_into: Any) -> None:
     check_write(step)
 
 
-def check_write(step: Step, **options: Any) -> None:
+def check_write(step: Step, batch_invariant: bool = False) -> None:
     """The newest tokens are written to their slots, and nothing else anywhere; and are seen."""
     want = step.store.clone()
     new = step.take_newest()
-    step.check(*step.run(new=new, **options))
+    step.check(*step.run(new=new, batch_invariant=batch_invariant))
     assert torch.equal(bits(step.store), bits(want))
 
 
@@ -121,9 +122,10 @@ def test_any_options(seed: int) -> None:
 @pytest.mark.parametrize("length", [1, 15, 16, 17, 32, 33, 64, 65])
 def test_no_key_is_lost_or_counted_twice(length: int) -> None:
     """Of keys that all weigh the same, wherever pages, tiles and pieces end."""
-    step = make_step([length, 50], heads=(2, 1), uniform=True)
-    step.check(*step.run())
-    check_write(step)
+    for batch_invariant in (False, True):
+        step = make_step([length, 50], heads=(2, 1), uniform=True)
+        step.check(*step.run(batch_invariant=batch_invariant))
+        check_write(step, batch_invariant)
 
 
 @pytest.mark.parametrize("window", [1, 7, 8, 9, 16, 17])
@@ -191,31 +193,78 @@ def test_more_pieces_than_are_merged_at_once(cut_into: Any, monkeypatch: Any) ->
     step.check(*step.run())
 
 
+@pytest.mark.parametrize("has_new", [False, True])
 @pytest.mark.parametrize("merged_runs", [0, decode.MERGED_RUNS, 1 << 40])
-def test_batch_invariant(merged_runs: int, cut_into: Any, monkeypatch: Any) -> None:
+def test_batch_invariant(merged_runs: int, has_new: bool, cut_into: Any, monkeypatch: Any) -> None:
     """A row's bits are the same alone, among any neighbours, and in a wider page table.
 
-    The two ways to merge differ here in how many pieces they take at once.
+    The two ways to merge differ here in how many pieces they take at once. Rows end inside a tile,
+    with a piece, and one token after: that one is the newest, and a piece of its own.
     """
     monkeypatch.setattr(decode, "MERGED_AT_ONCE", 32)
     decode._constants_for.cache_clear()
     cut_into(2, merged_runs)
-    step = make_step([200, 33], heads=(4, 1), dims=(16, 48), spare=40, sinks=torch.randn(4))
-    want = step.run(batch_invariant=True)
+    lengths, piece = [200, 33, 4 * TILE, 4 * TILE + 1], 2 * TILE
+    assert all(length % piece in (0, 1, 8) for length in lengths)
+    step = make_step(lengths, heads=(4, 1), dims=(16, 48), spare=40, sinks=torch.randn(4))
+    new = step.take_newest() if has_new else None
+    want = step.run(new=new, batch_invariant=True)
     step.check(*want)
     # Alone each piece is a run, among six a few are, and among twenty a row is one run.
     neighbours = ([0] * 6, 25), ([0] * 20, 25), ([0, 1] * 9, 25), ([1] * 20, 5)
-    for rows, columns in (([0], 25), ([1], 5), ([1, 0], 30), ([1] * 5, 5), *neighbours):
+    ends = ([2], 8), ([3], 9), ([3, 2], 9), ([2, 3, 0] * 6, 25)
+    for rows, columns in (([0], 25), ([1], 5), ([1, 0], 30), ([1] * 5, 5), *neighbours, *ends):
         part = dataclasses.replace(
             step,
             query=step.query[rows],
             page_table=step.page_table[rows, :columns],
             seq_lens=step.seq_lens[rows],
         )
-        got = part.run(batch_invariant=True)
+        its = None if new is None else (new[0][rows], new[1][rows])
+        got = part.run(new=its, batch_invariant=True)
         for one, other in zip(got, want, strict=True):
             assert torch.equal(one, other[rows]), rows
     decode._constants_for.cache_clear()
+
+
+@pytest.mark.parametrize("batch_invariant", [False, True])
+def test_tiles_that_are_smaller_than_those_planned(
+    batch_invariant: bool, cut_into: Any, monkeypatch: Any
+) -> None:
+    """As where heads of V are wider than those of K."""
+    cut_into(4)
+    tiling = plan.Tiling(2 * TILE, 1, 1, per_processor=8)
+    monkeypatch.setattr(plan, "tiling_for", lambda *_: tiling)
+    edges = [15, 16, 31, 32, 63, 64, 127, 128]
+    for options in ({"spikes": edges}, {"uniform": True}):
+        step = make_step([130, 129, 128, 65, 1], heads=(2, 1), **options)
+        step.check(*step.run(batch_invariant=batch_invariant))
+        check_write(step, batch_invariant)
+
+
+@pytest.mark.parametrize("sums", [1, 4])
+def test_weights_are_added_up_by_place(sums: int, monkeypatch: Any) -> None:
+    decode._constants_for.cache_clear()
+    monkeypatch.setattr(decode, "SUMS", sums)
+    step = make_step([65, 17, 1, 0], heads=(3, 1))
+    step.check(*step.run())
+    decode._constants_for.cache_clear()
+
+
+@pytest.mark.parametrize(("tiles", "kernels"), [(3, 1), (4, 2)])
+def test_many_runs_are_merged_by_a_second_kernel(
+    tiles: int, kernels: int, monkeypatch: Any
+) -> None:
+    launched = []
+    for launcher in (decode._decode_launcher, decode._merge_launcher):
+        real = launcher.prepare
+        monkeypatch.setattr(
+            launcher, "prepare", lambda *args, real=real: launched.append(real) or real(*args)
+        )
+    monkeypatch.setattr(plan, "num_processors", lambda _: 40)
+    step = make_step([tiles * TILE], heads=(2, 1), spare=0)
+    step.check(*step.run())
+    assert len(launched) == kernels
 
 
 # --- rows that are none ---------------------------------------------------------------------------

@@ -144,7 +144,8 @@ def test_equal_variants_are_equal_to_triton(
     for number in range(120):
         torch.manual_seed(number)
         step = random_step(rng)
-        monkeypatch.setattr(decode, "MERGED_RUNS", rng.choice([0, 1 << 40]))
+        monkeypatch.setattr(decode, "MERGED_BYTES", rng.choice([0, 1 << 40]))
+        monkeypatch.setattr(decode, "MERGED_RUNS", 1 << 40)
         new = None
         if rng.random() < 0.5:
             new = step.take_newest()

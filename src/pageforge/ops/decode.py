@@ -3,7 +3,7 @@
 A program takes one run of pieces of a row after the other (see `plan.py`), each for one KV head.
 The query heads that share the KV head fill the rows of the matrix units, so K/V are read once for
 all of them. What the pieces of a row found is merged by the run that ends last, or by a second
-kernel where that is much.
+kernel where a row has many runs.
 """
 
 from __future__ import annotations
@@ -26,11 +26,12 @@ if kernels.AVAILABLE:
     from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 
-MERGED_RUNS = 4
-"""Cut into so many runs, on average, rows are merged sooner by a second kernel (H200)."""
-
 MERGED_BYTES = 16 << 10
-"""Of a row and KV head: up to so many are merged within 3 us of that, and it is a launch less."""
+"""Where the runs of a row leave more for a KV head, on average at most, a second kernel merges."""
+
+MERGED_RUNS = 4
+"""Where a row has as many runs, likewise, the second kernel is 1 to 3 us sooner (H200). In an eager
+step launching it takes the host longer than that."""
 
 REGISTERS, MAX_REGISTERS = 65536, 255
 """Of a multiprocessor, and the most that a thread can have, of any architecture."""
@@ -46,9 +47,9 @@ SUMS = 64
 """Of weights, by place in the tile, that a decoding program keeps for a query."""
 
 MERGED_AT_ONCE = 2048
-"""Elements of pieces that a decoding program merges: 16 registers a thread of four warps. A quarter
-of them where registers are scarce: D64's kernel kept some values in memory with more, and with SUMS
-of 32 or 128 too, and took 1 us longer."""
+"""Elements of pieces that a decoding program merges at once: 16 registers a thread of four warps. A
+quarter of them where registers are scarce: with more, or with SUMS of 32 or 128, D64's kernel kept
+some values in memory and took 1 us longer."""
 
 MERGED_PIECES = 32
 """Pieces that one program of the merging kernel holds."""
@@ -106,7 +107,8 @@ class DecodeLaunch:
     """`attend_decode` in one step, for layer after layer whose tensors are laid out alike.
 
     What layers share is worked out once: the host may have no longer for a layer than the device
-    takes. Arguments as `attend_decode` has them; there is a row at least.
+    takes. Arguments as `attend_decode` has them; there is a row at least. `eager`: no graph
+    captures this, so the host should have little to launch (`attend_decode` cannot know).
     """
 
     def __init__(
@@ -129,7 +131,7 @@ class DecodeLaunch:
         cu_query_lens: Tensor | None = None,
         lse: Tensor | None = None,
         batch_invariant: bool = False,
-        from_host: bool = False,  # launched by the host, not by a graph: each launch takes its time
+        eager: bool = False,
     ):
         layer = query, key_pages, value_pages, new_key, new_value, sinks, out
         self._layout = _layout(query, new_key, new_value, sinks)
@@ -142,9 +144,7 @@ class DecodeLaunch:
         # With `batch_invariant` it does not matter to the bits who merges.
         max_runs = min(max_pieces, num_rows + num_programs // num_kv_heads)
         row_bytes = max_runs * (num_heads // num_kv_heads) * value_dim * 4 // num_rows
-        merges_inside = max_runs < MERGED_RUNS * num_rows or (
-            from_host and row_bytes <= MERGED_BYTES
-        )
+        merges_inside = row_bytes <= MERGED_BYTES and (eager or max_runs < MERGED_RUNS * num_rows)
         new = None
         if new_key is not None and new_value is not None:
             new = *new_key.stride()[:2], *new_value.stride()[:2], new_key.dtype, new_value.dtype
@@ -406,7 +406,7 @@ def _decode_kernel(
         kv_head = item % KV_HEADS
         counters = plan_ptr + HEAD + num_rows + 1
         fields = counters + num_rows * KV_HEADS + FIELDS * index
-        row = tl.load(fields)
+        row = tl.load(fields)  # in 32 bits, as all that waits for the end: registers are scarce
         begin = tl.load(fields + 1)
         end = tl.load(fields + 2)
         of_row = tl.load(fields + 3)
@@ -473,7 +473,7 @@ def _decode_kernel(
                 + key_dim,
                 mask=key_real,
                 other=0.0,
-            )
+            ).to(key_ptr.dtype.element_ty)
             new_value = tl.load(
                 new_value_ptr
                 + row.to(tl.int64) * NEW_VALUE_ROW
@@ -481,7 +481,7 @@ def _decode_kernel(
                 + value_dim,
                 mask=value_real,
                 other=0.0,
-            )
+            ).to(value_ptr.dtype.element_ty)
             new_page = tl.load(row_pages + ((end - 1) >> PAGE_BITS), mask=end > begin, other=0)
         if MERGES_INSIDE:
             left_from = tl.load(plan_ptr + HEAD + row)
@@ -543,8 +543,6 @@ def _decode_kernel(
 
         if new_key_ptr is not None:  # noqa: SIM102  # decided when compiled, unlike the next
             if has_new:
-                new_key = new_key.to(key_ptr.dtype.element_ty)
-                new_value = new_value.to(value_ptr.dtype.element_ty)
                 raw = tl.sum(query.to(tl.float32) * new_key[None, :].to(tl.float32), 1)
                 score = _score(raw, scale, softcap, HAS_CAP)
                 new_top = tl.maximum(top, score)
@@ -594,7 +592,7 @@ def _decode_kernel(
             )
             if MERGES_INSIDE:
                 tl.debug_barrier()  # all of the above before the count, by all threads
-                counter = plan_ptr + HEAD + num_rows + 1 + row * KV_HEADS + kv_head
+                counter = counters + row * KV_HEADS + kv_head
                 done = tl.atomic_add(counter, 1, sem="acq_rel")
                 if done == runs - 1:
                     tl.debug_barrier()

@@ -73,6 +73,6 @@ class DecodeSteps:
         layer = query, key_pages, value_pages, new_key, new_value, sinks, out
         if launch is None or not launch(*layer):
             tables = self._page_table, self.plan.table, self.plan.max_pieces
-            launch = DecodeLaunch(*layer, *tables, scale=scale, softcap=softcap, from_host=True)
+            launch = DecodeLaunch(*layer, *tables, scale=scale, softcap=softcap, eager=True)
             self._launches[scale, softcap] = launch
             launch(*layer)
