@@ -47,6 +47,16 @@ def test_latency_on_the_cpu(invoke, tmp_path: Path) -> None:
     assert "cuDNN attention on" not in done.stdout
 
 
+def test_latency_in_a_dtype(invoke, tmp_path: Path) -> None:
+    sizes = ("--model", "tiny", "--batch", "1", "--steps", "4", "--only", "steps")
+    arguments = ("--device", "cpu", "--way", "pageforge", *sizes, "--dtype", "bfloat16")
+    done = invoke("bench", "latency", *arguments, "--prompt", "5", "--out", tmp_path)
+    assert done.exit_code == 0, done.output
+    found = read_results(tmp_path / "latency.jsonl").results
+    assert {r["model"] for r in found if "model" in r} == {"tiny bfloat16"}
+    assert not any(r.get("failure") for r in found)
+
+
 def test_vram_on_the_cpu(invoke, tmp_path: Path) -> None:
     out = tmp_path / "results"
     ways = ("--way", "dynamic", "--way", "paged")
@@ -211,6 +221,7 @@ def test_sweep_on_the_cpu(invoke, tmp_path: Path) -> None:
         (("latency", "--device", "cpu", "--out", "/nowhere/out"), 2, "no such folder"),
         (("latency", "--model", "tiny", "--device", "cpu", "--prompt", "200"), 2, "at most 119"),
         (("latency", "--only", "nothing"), 2, "expected one of steps, padded"),
+        (("latency", "--dtype", "int8"), 2, "expected one of float32, float16"),
         (("all",), 2, "Missing option '--out'"),
         (("all", "--model", "gpt5", "--out", "/nowhere/out"), 2, "expected one of gpt2"),
         (("all", "--device", "cpu", "--out", "/nowhere/out"), 2, "no such folder"),

@@ -8,6 +8,7 @@ import threading
 import pytest
 import torch
 from tests.ops.attention_cases import RATIOS, TOLERANCE, random_case
+from torch.nn.functional import scaled_dot_product_attention
 
 from pageforge.ops import dense, reference
 from pageforge.ops.dense import attend_dense, write_and_attend_dense
@@ -76,6 +77,33 @@ def test_queries_that_see_nothing_give_zero(sinks: bool) -> None:
             case.options["sinks"] = torch.randn(4)
         check(case, [12, 12, 12])
         check(case, [1, 1, 1])
+
+
+@pytest.mark.parametrize("heads", [(4, 4), (4, 2)])
+@pytest.mark.parametrize("is_faster", [True, False])
+def test_a_query_alone_is_asked_twice_where_that_is_faster(
+    heads: tuple[int, int], is_faster: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And then without the copy, also where it sees nothing."""
+    asked = []
+
+    def attention(query: torch.Tensor, *args: torch.Tensor, **more: object) -> torch.Tensor:
+        asked.append(query.shape[2])
+        return scaled_dot_product_attention(query, *args, **more)
+
+    monkeypatch.setattr(dense, "scaled_dot_product_attention", attention)
+    monkeypatch.setattr(dense, "_two_are_faster", lambda *_: is_faster)
+    case = random_case(
+        random.Random(0),
+        lengths=[20, 20, 20],
+        heads=heads,
+        dim=16,
+        page_size=8,
+        dtype=torch.bfloat16,
+    )
+    case.starts, case.window, case.options = torch.tensor([0, 20, 3]), None, {}
+    check(case, [1, 1, 1])
+    assert set(asked) == {2 if is_faster or heads == (4, 2) else 1}
 
 
 def test_rows_that_ask_nothing() -> None:

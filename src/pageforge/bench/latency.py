@@ -4,8 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
+import torch
+
 from pageforge.bench.caches import WAYS
 from pageforge.bench.ceilings import read_ceiling
+from pageforge.bench.context import dtype_name
 from pageforge.bench.footprint import footprint
 from pageforge.bench.generate import generate
 from pageforge.bench.latency_context import LatencyBench
@@ -39,10 +42,12 @@ def run_all(given: Run) -> None:
     run(bench_of(given))
 
 
-def bench_of(given: Run) -> LatencyBench:
+def bench_of(given: Run, dtype: torch.dtype | None = None) -> LatencyBench:
     """What every section is given in a run."""
     name = given.model or ("smollm2" if given.on_cpu else "gpt2")
-    model = make_model(name, given.device)
+    model = make_model(name, given.device, dtype)
+    if dtype is not None:
+        name += f" {dtype_name(dtype)}"
     bench = LatencyBench(model, name, given.report, given.console, given.budget)
     bench.prompts = [n for n in bench.prompts if n + WARMUP + BLOCK <= bench.positions]
     if given.on_cpu:

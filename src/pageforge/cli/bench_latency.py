@@ -16,10 +16,12 @@ from pageforge.cli.bench_options import (
     WHAT,
     Commit,
     Device,
+    Dtype,
     Model,
     Out,
     Quick,
     Seconds,
+    dtype_of,
     measuring,
     several,
 )
@@ -27,6 +29,7 @@ from pageforge.cli.bench_options import (
 EXAMPLES = (
     "pageforge bench latency --out results",
     "pageforge bench latency --model qwen3-0.6b --batch 1 --prompt 448",
+    "pageforge bench latency --device cpu --dtype bfloat16",
 )
 
 
@@ -66,6 +69,7 @@ def latency(
             min=2,
         ),
     ] = None,
+    dtype: Dtype = None,
     quick: Quick = False,
     seconds: Seconds = SECONDS,
     out: Out = None,
@@ -86,7 +90,7 @@ def latency(
         out=out,
         commit=commit,
     ) as run:
-        bench = question.bench_of(run)
+        bench = question.bench_of(run, dtype_of(dtype))
         if way:
             bench.ways = {name: WAYS[name] for name in WAYS if name in way}
         if batch:

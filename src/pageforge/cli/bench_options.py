@@ -53,6 +53,17 @@ Device = Annotated[
         metavar="NAME",
     ),
 ]
+DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
+
+Dtype = Annotated[
+    str | None,
+    options.option(
+        "--dtype",
+        help=f"{', '.join(DTYPES)}; by default the shape's own, on the CPU float32.",
+        panel=WHAT,
+        metavar="NAME",
+    ),
+]
 Model = Annotated[
     str | None,
     options.option(
@@ -132,6 +143,12 @@ def device_of(name: str | None) -> torch.device:
         ) from None
     check_device(device)
     return device
+
+
+def dtype_of(name: str | None) -> torch.dtype | None:
+    """What `--dtype` names. Raises typer.BadParameter."""
+    known("--dtype", [name] if name else [], DTYPES)
+    return DTYPES[name] if name else None
 
 
 def known(option: str, names: Collection[str], allowed: Collection[str]) -> None:

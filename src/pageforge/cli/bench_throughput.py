@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from typing import Annotated
 
-import torch
-
 from pageforge.bench import throughput as question
 from pageforge.bench.online import POISSON
 from pageforge.bench.serving import WAYS
@@ -16,10 +14,12 @@ from pageforge.cli.bench_options import (
     WHAT,
     Commit,
     Device,
+    Dtype,
     Model,
     Out,
     Quick,
     Seconds,
+    dtype_of,
     known,
     measuring,
     several,
@@ -30,8 +30,6 @@ EXAMPLES = (
     "pageforge bench throughput --model llama-8b --only sharegpt --way engine",
     "pageforge bench throughput --only arrivals --burstiness 0.25",
 )
-
-DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 
 
 def throughput(
@@ -74,15 +72,7 @@ def throughput(
             min=0.01,
         ),
     ] = POISSON,
-    dtype: Annotated[
-        str | None,
-        options.option(
-            "--dtype",
-            help=f"{', '.join(DTYPES)}; by default the shape's own, on the CPU float32.",
-            panel=WHAT,
-            metavar="NAME",
-        ),
-    ] = None,
+    dtype: Dtype = None,
     quick: Quick = False,
     seconds: Seconds = SECONDS,
     out: Out = None,
@@ -96,7 +86,6 @@ def throughput(
     with --quick, counts and lengths are divided.
     """
     known("--way", way or [], WAYS)
-    known("--dtype", [dtype] if dtype else [], DTYPES)
     with measuring(
         "throughput",
         device=device,
@@ -106,7 +95,7 @@ def throughput(
         out=out,
         commit=commit,
     ) as run:
-        bench = question.bench_of(run, dtype=DTYPES[dtype] if dtype else None, requests=requests)
+        bench = question.bench_of(run, dtype=dtype_of(dtype), requests=requests)
         bench.ways = way or ()
         bench.repeats = repeats or bench.repeats
         bench.burstiness = burstiness
