@@ -140,8 +140,9 @@ def test_few_rows_at_a_time(most: int, monkeypatch: pytest.MonkeyPatch) -> None:
         check(case, [1] * len(lengths))
 
 
+@pytest.mark.parametrize("apart", [False, True], ids=["one matrix", "apart"])
 @pytest.mark.parametrize("starts", [None, [0, 5, 9, 3]])
-def test_the_new_token_is_written_and_seen(starts: list[int] | None) -> None:
+def test_the_new_token_is_written_and_seen(starts: list[int] | None, apart: bool) -> None:
     case = random_case(
         random.Random(0),
         lengths=[17, 8, 9, 0],
@@ -153,8 +154,10 @@ def test_the_new_token_is_written_and_seen(starts: list[int] | None) -> None:
     )
     case.starts = None if starts is None else torch.tensor(starts).int()
     case.page_table[1] = 0  # whose page is absent
+    if apart:
+        case.value_pages = case.value_pages.clone()
     before = case.key_pages.clone(), case.value_pages.clone()
-    new = torch.randn(4, 2, 16), torch.randn(4, 2, 16)
+    new = torch.randn(4, 2, 16), torch.randn(4, 2, 16).bfloat16()
     got = write_and_attend_dense(
         case.query,
         *new,

@@ -56,9 +56,9 @@ def attend_dense(
     lengths, bounds = seq_lens.tolist(), cu_query_lens.tolist()
     paddings = [0] * len(lengths) if starts is None else starts.tolist()
     table = page_table.cpu().numpy()
-    pages = _Pages(key_pages, value_pages)
-    pieces = _pieces(pages, table, lengths, bounds, paddings, window)
-    return _attend(query, pages, pieces, scores)
+    layout = _Layout(key_pages, value_pages)
+    pieces = _pieces(layout, table, lengths, bounds, paddings, window)
+    return _attend(query, key_pages, value_pages, layout, pieces, scores)
 
 
 def write_and_attend_dense(
@@ -105,17 +105,20 @@ class DenseDecode:
         lengths = seq_lens.tolist()
         paddings = [0] * len(lengths) if starts is None else starts.tolist()
         size, table = key_pages.shape[2], page_table.cpu().numpy()
+        self._layout = _Layout(key_pages, value_pages)
         places = []  # (row, page, place in the page) of each new token
         for row, (length, padding) in enumerate(zip(lengths, paddings, strict=True)):
             page = table.item(row, (length - 1) // size) if length > padding else 0
             if page:
                 places.append((row, page, (length - 1) % size))
-        self._writes_all = len(places) == len(lengths)
-        self._places = None
+        self._targets = self._written = None
         if places:
-            self._places = torch.tensor(places, device=key_pages.device).unbind(1)
-        pages, bounds = _Pages(key_pages, value_pages), range(len(lengths) + 1)
-        self._pieces = _pieces(pages, table, lengths, bounds, paddings, window)
+            rows, pages, offsets = np.array(places).T
+            self._targets = self._layout.targets(pages, offsets)
+            if len(places) < len(lengths):
+                self._written = torch.from_numpy(rows).to(key_pages.device)
+        bounds = range(len(lengths) + 1)
+        self._pieces = _pieces(self._layout, table, lengths, bounds, paddings, window)
 
     def __call__(
         self,
@@ -127,13 +130,11 @@ class DenseDecode:
         scores: Scores,
     ) -> Tensor:  # [S, Hq, Dv]
         """One layer's step."""
-        if self._places is not None:
-            rows, pages, offsets = self._places
-            if not self._writes_all:
-                key, value = key[rows], value[rows]
-            key_pages[pages, :, offsets] = key.to(key_pages.dtype)
-            value_pages[pages, :, offsets] = value.to(value_pages.dtype)
-        return _attend(query, _Pages(key_pages, value_pages), self._pieces, scores)
+        if self._targets is not None:
+            if self._written is not None:
+                key, value = key[self._written], value[self._written]
+            self._layout.write(key_pages, value_pages, self._targets, key, value)
+        return _attend(query, key_pages, value_pages, self._layout, self._pieces, scores)
 
 
 class _Piece(NamedTuple):
@@ -147,7 +148,7 @@ class _Piece(NamedTuple):
 
 
 def _pieces(
-    pages: _Pages,
+    layout: _Layout,
     table: npt.NDArray[np.int32],
     lengths: Sequence[int],
     bounds: Sequence[int],
@@ -157,7 +158,7 @@ def _pieces(
     """How rows are attended to; those that see nothing are left out."""
     counts = [stop - start for start, stop in pairwise(bounds)]
     pieces = []
-    for rows in _alike(lengths, counts, pages.token_bytes):
+    for rows in _alike(lengths, counts, layout.token_bytes):
         length, count = lengths[rows.start], counts[rows.start]
         oldest = 0 if window is None else max(0, length - count - window + 1)
         firsts = [min(length, max(padding, oldest)) for padding in paddings[rows]]
@@ -165,17 +166,24 @@ def _pieces(
             queries = slice(bounds[rows.start], bounds[rows.stop])
             mask = _mask(length, count, firsts, window)
             if mask is not None:
-                mask = mask.to(pages.device)
-            gathered = pages.place(table[rows], min(firsts), length)
+                mask = mask.to(layout.device)
+            gathered = layout.place(table[rows], min(firsts), length)
             pieces.append(_Piece(queries, length, firsts, mask, gathered))
     return pieces
 
 
-def _attend(query: Tensor, pages: _Pages, pieces: Sequence[_Piece], scores: Scores) -> Tensor:
+def _attend(
+    query: Tensor,
+    key_pages: Tensor,
+    value_pages: Tensor,
+    layout: _Layout,
+    pieces: Sequence[_Piece],
+    scores: Scores,
+) -> Tensor:
     """`[T, Hq, Dv]`: 0 for queries that are in no piece."""
     out: Tensor | None = None
     for piece in pieces:
-        key, value = pages.gather(piece.pages)
+        key, value = layout.gather(key_pages, value_pages, piece.pages)
         answer = _attend_alike(query[piece.queries], key, value, piece, scores)
         low = min(piece.firsts)
         if low < max(piece.firsts) and bool(answer.isnan().any()):
@@ -190,7 +198,7 @@ def _attend(query: Tensor, pages: _Pages, pieces: Sequence[_Piece], scores: Scor
             out = query.new_zeros(query.shape[0], query.shape[1], value.shape[3])
         out[piece.queries] = answer
     if out is None:
-        return query.new_zeros(query.shape[0], query.shape[1], pages.value_pages.shape[3])
+        return query.new_zeros(query.shape[0], query.shape[1], value_pages.shape[3])
     return out
 
 
@@ -209,64 +217,93 @@ def _alike(lengths: Sequence[int], counts: Sequence[int], token_bytes: int) -> I
         start = stop
 
 
-class _Pages:
-    """One layer's K and V pages. As they lie in a pool, both are rows of one matrix.
+class _Layout:
+    """How the K and V pages of a layer lie, and of all that lie alike.
 
-    Each of these is a page's K of one head, or its V: one copy gathers both. NumPy makes the index,
-    for torch needs several times as long for sums so small.
+    In a pool both are rows of one matrix: each row is a page's K of one head, or its V, and one
+    copy gathers both. NumPy makes the index: torch takes several times as long for sums so small.
     """
 
     def __init__(self, key_pages: Tensor, value_pages: Tensor):
-        self.key_pages, self.value_pages = key_pages, value_pages
         num_pages, self.num_heads, self.page_size, self.dim = key_pages.shape
+        self.device = key_pages.device
         dims = self.dim + value_pages.shape[3]
         self.token_bytes = self.num_heads * dims * key_pages.element_size()
         width = self.page_size * self.dim
         apart = value_pages.storage_offset() - key_pages.storage_offset()
-        self.rows: Tensor | None = None
-        if (
+        self.is_matrix = (
             key_pages.untyped_storage().data_ptr() == value_pages.untyped_storage().data_ptr()
             and key_pages.shape == value_pages.shape
             and key_pages.stride() == value_pages.stride()
             and apart > 0
             and apart % width == key_pages.stride(0) % width == 0
-        ):
+        )
+        if self.is_matrix:
             apart, self.per_page = apart // width, key_pages.stride(0) // width
-            num_rows = (num_pages - 1) * self.per_page + apart + self.num_heads
-            self.rows = key_pages.as_strided((num_rows, width), (width, 1))
+            self.num_rows = (num_pages - 1) * self.per_page + apart + self.num_heads
             self.inside = _inside(apart, self.num_heads)
 
-    @property
-    def device(self) -> torch.device:
-        """On which they lie."""
-        return self.key_pages.device
+    def targets(
+        self, pages: npt.NDArray[np.int64], offsets: npt.NDArray[np.int64]
+    ) -> tuple[Tensor, ...]:
+        """Where `write` puts one token a row: place `offsets[i]` of page `pages[i]`."""
+        if not self.is_matrix:
+            return tuple(torch.from_numpy(ids).to(self.device) for ids in (pages, offsets))
+        rows = self.inside.swapaxes(1, 2) + pages[:, None] * self.per_page
+        places = rows * self.page_size + offsets[:, None]  # [K or V, B, Hkv]
+        return (torch.from_numpy(places.ravel()).to(self.device),)
+
+    def write(
+        self,
+        key_pages: Tensor,
+        value_pages: Tensor,
+        targets: tuple[Tensor, ...],
+        key: Tensor,  # [B, Hkv, Dk]
+        value: Tensor,  # [B, Hkv, Dv]
+    ) -> None:
+        """Write a token to each of the `targets`."""
+        key, value = key.to(key_pages.dtype), value.to(value_pages.dtype)
+        if self.is_matrix:
+            tokens = self._matrix(key_pages, self.num_rows * self.page_size, self.dim)
+            tokens.index_copy_(0, targets[0], torch.cat((key, value)).view(-1, self.dim))
+        else:
+            pages, offsets = targets
+            key_pages[pages, :, offsets] = key
+            value_pages[pages, :, offsets] = value
 
     def place(self, table: npt.NDArray[np.int32], low: int, length: int) -> _Places:
         """Where the tokens `low` to `length - 1` of rows with pages `[B, M]` lie."""
         size = self.page_size
         first = low // size
         ids = table[:, first : pages_for(length, size)].astype(np.int64)
-        if self.rows is not None:
+        if self.is_matrix:
             ids = (self.inside + ids[:, None, None] * self.per_page).ravel()
         sources = torch.from_numpy(ids).to(self.device)
         return _Places(sources, len(table), low - first * size, length - low)
 
-    def gather(self, places: _Places) -> tuple[Tensor, Tensor]:
+    def gather(
+        self, key_pages: Tensor, value_pages: Tensor, places: _Places
+    ) -> tuple[Tensor, Tensor]:
         """K and V `[B, Hkv, tokens, D]`; for a moment only."""
         sources, num_rows, skipped, num_tokens = places
-        if self.rows is None:
+        if not self.is_matrix:
             wanted = slice(skipped, skipped + num_tokens)
-            key, value = gather_kv(self.key_pages, self.value_pages, sources)
+            key, value = gather_kv(key_pages, value_pages, sources)
             return key[:, :, wanted], value[:, :, wanted]
-        width, heads = self.rows.shape[1], self.num_heads
-        both = _scratch(len(sources), width, self.rows)
-        torch.index_select(self.rows, 0, sources, out=both)
+        width, heads = self.page_size * self.dim, self.num_heads
+        rows = self._matrix(key_pages, self.num_rows, width)
+        both = _scratch(len(sources), width, rows)
+        torch.index_select(rows, 0, sources, out=both)
         head = len(sources) // (2 * num_rows * heads) * width
         shape = (num_rows, heads, num_tokens, self.dim)
         strides = (2 * heads * head, head, self.dim, 1)
         key = both.as_strided(shape, strides, skipped * self.dim)
         value = both.as_strided(shape, strides, skipped * self.dim + heads * head)
         return key, value
+
+    def _matrix(self, key_pages: Tensor, num_rows: int, width: int) -> Tensor:
+        """A layer's K and V as rows: from its first K on, in which other layers' lie too."""
+        return key_pages.as_strided((num_rows, width), (width, 1))
 
 
 class _Places(NamedTuple):
@@ -318,12 +355,14 @@ def _attend_alike(
     mask, length, firsts = piece.mask, piece.length, piece.firsts
     if scores.softcap is None and scores.sinks is None and scores.alibi_slopes is None:
         spread = mask if mask is None or count == 1 else mask.repeat(1, 1, group, 1)
-        num_queries = grouped.shape[2]
-        if num_queries == 1 and _two_are_faster(query.dtype, query.device.type):
+        is_alone = grouped.shape[2] == 1 and _two_are_faster(query.dtype, query.device.type)
+        if is_alone:
             grouped = grouped.repeat(1, 1, 2, 1)
         out = scaled_dot_product_attention(
             grouped, key, value, attn_mask=spread, scale=scores.scale
-        )[:, :, :num_queries]
+        )
+        if is_alone:
+            out = out[:, :, :1]
         if spread is not None and max(firsts) > length - count:  # some queries see nothing
             out = out.masked_fill(~spread.any(-1, keepdim=True), 0)
     else:
