@@ -11,6 +11,7 @@ import functools
 import math
 import threading
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any, NamedTuple
 
@@ -90,7 +91,7 @@ class DenseDecode:
     """`write_and_attend_dense`, for layer after layer: what these share is worked out once.
 
     Layers whose pages lie alike share it, as those of a group in a pool do, if their windows are
-    the same.
+    the same. It is for one thread: K and V are gathered into memory that this one keeps.
     """
 
     def __init__(
@@ -184,15 +185,17 @@ def _attend(
     out: Tensor | None = None
     for piece in pieces:
         key, value = layout.gather(key_pages, value_pages, piece.pages)
-        answer = _attend_alike(query[piece.queries], key, value, piece, scores)
+        start, stop = piece.queries.start, piece.queries.stop
+        asked = query if stop - start == len(query) else query[start:stop]
+        answer = _attend_alike(asked, key, value, piece, scores)
         low = min(piece.firsts)
         if low < max(piece.firsts) and bool(answer.isnan().any()):
             # What lies before a row's first token weighs nothing, but zero times NaN is NaN.
             for row, first in enumerate(piece.firsts):
                 key[row, :, : first - low] = 0
                 value[row, :, : first - low] = 0
-            answer = _attend_alike(query[piece.queries], key, value, piece, scores)
-        if len(answer) == len(query):
+            answer = _attend_alike(asked, key, value, piece, scores)
+        if asked is query:
             return answer
         if out is None:
             out = query.new_zeros(query.shape[0], query.shape[1], value.shape[3])
@@ -285,20 +288,26 @@ class _Layout:
         self, key_pages: Tensor, value_pages: Tensor, places: _Places
     ) -> tuple[Tensor, Tensor]:
         """K and V `[B, Hkv, tokens, D]`; for a moment only."""
-        sources, num_rows, skipped, num_tokens = places
+        sources, num_rows = places.sources, places.num_rows
+        skipped, num_tokens = places.skipped, places.num_tokens
         if not self.is_matrix:
             wanted = slice(skipped, skipped + num_tokens)
             key, value = gather_kv(key_pages, value_pages, sources)
             return key[:, :, wanted], value[:, :, wanted]
         width, heads = self.page_size * self.dim, self.num_heads
+        if places.gathered is None:
+            both, is_kept = _scratch(len(sources), width, key_pages)
+            head = len(sources) // (2 * num_rows * heads) * width
+            shape = (num_rows, heads, num_tokens, self.dim)
+            strides = (2 * heads * head, head, self.dim, 1)
+            key = both.as_strided(shape, strides, skipped * self.dim)
+            value = both.as_strided(shape, strides, skipped * self.dim + heads * head)
+            if is_kept:
+                places.gathered = both, key, value
+        else:
+            both, key, value = places.gathered
         rows = self._matrix(key_pages, self.num_rows, width)
-        both = _scratch(len(sources), width, rows)
         torch.index_select(rows, 0, sources, out=both)
-        head = len(sources) // (2 * num_rows * heads) * width
-        shape = (num_rows, heads, num_tokens, self.dim)
-        strides = (2 * heads * head, head, self.dim, 1)
-        key = both.as_strided(shape, strides, skipped * self.dim)
-        value = both.as_strided(shape, strides, skipped * self.dim + heads * head)
         return key, value
 
     def _matrix(self, key_pages: Tensor, num_rows: int, width: int) -> Tensor:
@@ -306,13 +315,15 @@ class _Layout:
         return key_pages.as_strided((num_rows, width), (width, 1))
 
 
-class _Places(NamedTuple):
-    """What `_Pages.gather` copies, of any layer whose pages lie alike."""
+@dataclass(slots=True)
+class _Places:
+    """What `_Layout.gather` copies, of any layer whose pages lie alike."""
 
     sources: Tensor  # the pool's rows; or, where K and V are not rows of one matrix, pages [B, M]
     num_rows: int
     skipped: int  # tokens of the first page
     num_tokens: int  # after these
+    gathered: tuple[Tensor, Tensor, Tensor] | None = None  # the thread's copy, its K and its V
 
 
 @functools.lru_cache(64)
@@ -324,16 +335,19 @@ def _inside(apart: int, num_heads: int) -> npt.NDArray[np.int64]:
 _kept = threading.local()
 
 
-def _scratch(num_rows: int, width: int, like: Tensor) -> Tensor:
-    """`[num_rows, width]` of memory that this thread keeps, or if that is much, of fresh memory."""
+def _scratch(num_rows: int, width: int, like: Tensor) -> tuple[Tensor, bool]:
+    """`[num_rows, width]` of memory that this thread keeps, or if that is much, of fresh memory.
+
+    Whether it is kept is the second.
+    """
     most = GATHERED_BYTES // like.element_size()
     if num_rows * width > most or like.device.type != "cpu":
-        return torch.empty(num_rows, width, dtype=like.dtype, device=like.device)
+        return torch.empty(num_rows, width, dtype=like.dtype, device=like.device), False
     memory: dict[Any, Tensor] = _kept.__dict__
     if like.dtype not in memory:
         with torch.inference_mode(False):  # else it could only be written to in that mode
             memory[like.dtype] = torch.empty(most, dtype=like.dtype, device="cpu")
-    return memory[like.dtype].as_strided((num_rows, width), (width, 1))
+    return memory[like.dtype].as_strided((num_rows, width), (width, 1)), True
 
 
 def _attend_alike(
