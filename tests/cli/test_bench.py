@@ -53,7 +53,7 @@ def test_latency_in_a_dtype(invoke, tmp_path: Path) -> None:
     done = invoke("bench", "latency", *arguments, "--prompt", "5", "--out", tmp_path)
     assert done.exit_code == 0, done.output
     found = read_results(tmp_path / "latency.jsonl").results
-    assert {r["model"] for r in found if "model" in r} == {"tiny bfloat16"}
+    assert {r["model"] for r in found if "model" in r} == {"tiny-bfloat16"}
     assert not any(r.get("failure") for r in found)
 
 

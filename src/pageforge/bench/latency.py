@@ -47,7 +47,7 @@ def bench_of(given: Run, dtype: torch.dtype | None = None) -> LatencyBench:
     name = given.model or ("smollm2" if given.on_cpu else "gpt2")
     model = make_model(name, given.device, dtype)
     if dtype is not None:
-        name += f" {dtype_name(dtype)}"
+        name += f"-{dtype_name(dtype)}"
     bench = LatencyBench(model, name, given.report, given.console, given.budget)
     bench.prompts = [n for n in bench.prompts if n + WARMUP + BLOCK <= bench.positions]
     if given.on_cpu:
