@@ -405,7 +405,7 @@ def test_registers_suffice(
 ) -> None:
     """What a thread of the decode kernel works with is not put aside in memory.
 
-    It cost 1 us a launch where it was 20 bytes. With many lanes a few values may be.
+    Launches took 0.7 us longer when it was 20 bytes. With many lanes a few values may be.
     """
     kernel = next(kernel for kernel in compiled(job) if kernel.name == "_decode_kernel")
     binary = tmp_path / "kernel.cubin"

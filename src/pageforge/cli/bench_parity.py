@@ -5,11 +5,11 @@ from __future__ import annotations
 from typing import Annotated
 
 from pageforge.bench import parity as question
-from pageforge.bench.context import dtype_name
 from pageforge.bench.families import FAMILIES
 from pageforge.bench.models import SHAPES
 from pageforge.cli import options
 from pageforge.cli.bench_options import (
+    DTYPES,
     SECONDS,
     WHAT,
     Commit,
@@ -27,8 +27,6 @@ EXAMPLES = (
 )
 
 MODELS = (*FAMILIES, *SHAPES)
-
-DTYPES = {dtype_name(dtype): dtype for dtype in question.DTYPES["cuda"]}
 
 
 def parity(

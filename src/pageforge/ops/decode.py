@@ -48,8 +48,8 @@ SUMS = 64
 
 MERGED_AT_ONCE = 2048
 """Elements of pieces that a decoding program merges at once: 16 registers a thread of four warps. A
-quarter of them where registers are scarce: with more, or with SUMS of 32 or 128, D64's kernel kept
-some values in memory and took 1 us longer."""
+quarter of them where registers are scarce: with more, or with SUMS of 32 or 128, D64's kernel keeps
+some values in memory (and took 0.7 us longer when it did, 32 rows of 512, an H200)."""
 
 MERGED_PIECES = 32
 """Pieces that one program of the merging kernel holds."""
@@ -466,21 +466,11 @@ def _decode_kernel(
         page = tl.load(row_pages + (read >> PAGE_BITS), mask=read >= begin, other=0)
         if new_key_ptr is not None:
             # The newest token, in no page yet, comes last. Asked for here, it is there by then.
-            new_key = tl.load(
-                new_key_ptr
-                + row.to(tl.int64) * NEW_KEY_ROW
-                + kv_head.to(tl.int64) * NEW_KEY_HEAD
-                + key_dim,
-                mask=key_real,
-                other=0.0,
+            new_key = _newest(
+                new_key_ptr, row, kv_head, key_dim, key_real, NEW_KEY_ROW, NEW_KEY_HEAD
             ).to(key_ptr.dtype.element_ty)
-            new_value = tl.load(
-                new_value_ptr
-                + row.to(tl.int64) * NEW_VALUE_ROW
-                + kv_head.to(tl.int64) * NEW_VALUE_HEAD
-                + value_dim,
-                mask=value_real,
-                other=0.0,
+            new_value = _newest(
+                new_value_ptr, row, kv_head, value_dim, value_real, NEW_VALUE_ROW, NEW_VALUE_HEAD
             ).to(value_ptr.dtype.element_ty)
             new_page = tl.load(row_pages + ((end - 1) >> PAGE_BITS), mask=end > begin, other=0)
         if MERGES_INSIDE:
@@ -642,6 +632,14 @@ def _row(
     page = page.to(tl.uint32 if NARROW else tl.int64)
     units = page * (PAGE_STRIDE // UNIT) + in_page * (DIM // UNIT)
     return units.to(tl.int64) * UNIT
+
+
+@jit()
+def _newest(ptr, row, kv_head, dim, real, ROW: tl.constexpr, HEAD: tl.constexpr):
+    """K or V of a row's newest token."""
+    return tl.load(
+        ptr + row.to(tl.int64) * ROW + kv_head.to(tl.int64) * HEAD + dim, mask=real, other=0.0
+    )
 
 
 @jit()
